@@ -41,7 +41,7 @@ from lmc.metrics import (
     register,
     serve_metrics,
 )
-from lmc.router.router_metrics import OF_ROUTERS, REFUSED
+from lmc.router.router_metrics import REFUSED, ROUTER_METRICS
 from lmc.shapes import GIB
 from lmc.storage.memory.slab import Slab
 from lmc.storage.stats import StoreStats
@@ -202,7 +202,7 @@ def test_a_registry_shows_one_store():
     registry = CollectorRegistry()
     with store_over() as first, store_over() as second:
         collector = register(first, registry)
-        with pytest.raises(InputError, match="shows a store already"):
+        with pytest.raises(InputError, match="already exports a store"):
             register(second, registry)
         registry.unregister(collector)
         register(second, registry)
@@ -363,8 +363,8 @@ def test_tokens_of_a_vllm_server_are_shown_by_place():
             "http://127.0.0.1:1/metrics",
             "no metrics at http://127.0.0.1:1/metrics .*Connection refused.*: lmc top http://",
         ),
-        ("file:///etc/hostname", "is no address of metrics: give one like http://127.0.0.1:8000/metrics"),
-        ("localhost:8000", "is no address of metrics"),
+        ("file:///etc/hostname", "is not a metrics URL: use one such as http://127.0.0.1:8000/metrics"),
+        ("localhost:8000", "is not a metrics URL"),
         ("http://[", "no metrics at"),
     ],
 )
@@ -384,12 +384,15 @@ def test_an_address_that_cannot_be_asked_is_an_error_in_one_line(url, said):
 )
 def test_an_address_without_scheme_or_path_is_completed(address, url):
     assert complete(address) == url
-    with pytest.raises(InputError, match=r"http://\[ is no address of metrics"):
+    with pytest.raises(InputError, match=r"http://\[ is not a metrics URL"):
         complete("http://[")
 
 
 def test_an_endpoint_without_lmc_is_an_error():
-    with served(CollectorRegistry()) as url, pytest.raises(InputError, match="has no metrics of lmc: a vLLM server"):
+    with (
+        served(CollectorRegistry()) as url,
+        pytest.raises(InputError, match="has no metrics of lmc: start the vLLM server"),
+    ):
         top(url, 1.0, True)
 
 
@@ -433,7 +436,7 @@ def test_top_survives_a_restart_of_the_server_and_ends_quietly_with_ctrl_c(ignor
         assert any("totals since the start" in line for line in said)
         assert any("per second, over the last 0." in line for line in said)
         first_server.close()
-        assert any("Trying again; Ctrl-C ends." in line for line in said)
+        assert any("Retrying; press Ctrl-C to stop." in line for line in said)
         with served(registry_of(later), int(url.split(":")[2].split("/")[0])):
             assert any(re.search(r"misses +\d+\.\d\d", line) for line in said)  # 2 in the time without answers
             child.send_signal(signal.SIGINT)
@@ -525,7 +528,7 @@ def asked(expression: str) -> set[str]:
 
 
 def test_the_board_asks_for_all_metrics_and_for_no_others():
-    names = (*NAMES.values(), *OF_ROUTERS)
+    names = (*NAMES.values(), *ROUTER_METRICS)
     known = {f"{name.name}{'_bucket' if name.buckets else '' if name.gauge else '_total'}" for name in names}
     assert set().union(*map(asked, EXPRESSIONS)) == known
 

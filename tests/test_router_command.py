@@ -82,7 +82,7 @@ def test_the_command_line_comes_before_the_environment_and_the_file(tmp_path):
     file.write_text("policy: random\nstatic-backends: http://127.0.0.1:1\n")
     with running("--config", str(file), LMC_ROUTER_POLICY="least_loaded"):
         pass
-    assert "no policy" in refused("--config", str(file), LMC_ROUTER_POLICY="nonsense")
+    assert "unknown policy" in refused("--config", str(file), LMC_ROUTER_POLICY="nonsense")
     assert "nonsense" in refused("--config", str(file), "--policy", "nonsense", LMC_ROUTER_POLICY="random")
 
 

@@ -13,12 +13,12 @@ from lmc.blend.markers import Markers
 from lmc.errors import InputError
 from lmc.keys import tenant_of
 from lmc.router.cut import (
-    BLOCK_LETTERS,
-    LEAST_RATE,
+    BLOCK_CHARACTERS,
+    MAX_CHARACTERS,
+    MAX_DOCUMENTS,
     MAX_SCOPES,
-    MOST_DOCUMENTS,
-    MOST_LETTERS,
-    MOST_TOKENS,
+    MAX_TOKENS,
+    MIN_RATE,
     ROLE,
     CutDocument,
     Cutter,
@@ -28,7 +28,7 @@ from lmc.router.fair_lru import FairLru
 from lmc.router.kv_index import CacheSource
 from lmc.router.policies.documents import STAY, Documents
 from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, Usage
-from lmc.router.requests import MOST_PARTS, prompt_text, read
+from lmc.router.requests import MAX_PARTS, prompt_text, read
 from lmc.router.visit import usage
 
 SEPARATOR = " # # "
@@ -131,7 +131,7 @@ def test_a_document_whose_tokens_are_known_has_their_number_and_digest():
 
 
 def test_blocks_are_equal_as_far_as_prompts_are():
-    same = "x" * (3 * BLOCK_LETTERS)
+    same = "x" * (3 * BLOCK_CHARACTERS)
     one, other = (Cutter().cut(PromptRequest(text=text)).blocks for text in (same + "a" * 600, same + "b" * 600))
     assert one[:3] == other[:3]
     assert one[3] != other[3]
@@ -142,17 +142,17 @@ def test_the_letters_of_a_token_are_learned_from_answers():
     cutter = Cutter()
     for _ in range(200):
         cutter.counted("m", 2000, 1000)
-    assert cutter.letters_a_token("m") == pytest.approx(2, rel=0.01)
+    assert cutter.characters_per_token("m") == pytest.approx(2, rel=0.01)
     cutter.counted("m", 0, 10)
-    assert cutter.letters_a_token("m") == pytest.approx(2, rel=0.01)
-    assert cutter.letters_a_token("another tenant") == 4
+    assert cutter.characters_per_token("m") == pytest.approx(2, rel=0.01)
+    assert cutter.characters_per_token("another tenant") == 4
 
 
 def test_what_is_no_text_does_not_spoil_the_letters_of_a_token():
     cutter = Cutter()
     for _ in range(200):
         cutter.counted("m", 10, 100_000)
-    assert cutter.letters_a_token("m") >= LEAST_RATE
+    assert cutter.characters_per_token("m") >= MIN_RATE
     for number in range(MAX_SCOPES + 10):
         cutter.counted(f"tenant {number}", 2000, 1000)
     assert len(cutter.rates) == MAX_SCOPES
@@ -171,16 +171,16 @@ def test_no_more_of_a_prompt_is_cut_than_any_engine_takes():
     """32 MiB of separators once made millions of documents, while all other requests waited."""
     began = time.perf_counter()
     asked = read(msgspec.json.encode({"prompt": "a b " * 2_000_000}), {}, "x-session-id", SEPARATOR)
-    assert len(asked.request.text) == MOST_LETTERS
+    assert len(asked.request.text) == MAX_CHARACTERS
     assert asked.tokens == 2_000_000
     many = Cutter().cut(PromptRequest(text="# # a " * 2_000_000))
-    assert len(many.documents) == MOST_DOCUMENTS
-    assert len(many.blocks) <= MOST_LETTERS / BLOCK_LETTERS
+    assert len(many.documents) == MAX_DOCUMENTS
+    assert len(many.blocks) <= MAX_CHARACTERS / BLOCK_CHARACTERS
     names = tuple(f"name {number}" for number in range(100_000))
     Cutter().cut(PromptRequest(text="name of nobody " * 1_000_000, documents=names))
     tokens = [1, 9, 9] * 1_000_000
     cut = Cutter(markers={"m": Markers(separators=((9, 9),))}).cut(PromptRequest(text="", model="m", tokens=tokens))
-    assert len(cut.documents) == MOST_DOCUMENTS
+    assert len(cut.documents) == MAX_DOCUMENTS
     assert cut.tokens == len(tokens)
     assert time.perf_counter() - began < 20
 
@@ -188,17 +188,17 @@ def test_no_more_of_a_prompt_is_cut_than_any_engine_takes():
 @pytest.mark.parametrize(
     ("asked", "letters"),
     [
-        ({"messages": [{"role": "u", "content": "x"}] * 150_000}, 4 * MOST_PARTS),
-        ({"messages": [{"role": "u", "content": [{"type": "text", "text": "x"}] * 150_000}]}, 3 + MOST_PARTS),
-        ({"prompt": ["x"] * 150_000}, 2 * MOST_PARTS),
-        ({"prompt": [7] * (MOST_TOKENS + 1)}, 0),
+        ({"messages": [{"role": "u", "content": "x"}] * 150_000}, 4 * MAX_PARTS),
+        ({"messages": [{"role": "u", "content": [{"type": "text", "text": "x"}] * 150_000}]}, 3 + MAX_PARTS),
+        ({"prompt": ["x"] * 150_000}, 2 * MAX_PARTS),
+        ({"prompt": [7] * (MAX_TOKENS + 1)}, 0),
     ],
 )
 def test_no_more_messages_and_tokens_are_looked_at_than_anybody_sends(asked, letters):
     """22 MB of messages of one letter, or of tokens, held up all other requests for up to half a second."""
     request = read(msgspec.json.encode(asked), {}, "x-session-id", SEPARATOR).request
     assert len(request.text) == letters
-    assert len(request.tokens or ()) == (0 if letters else MOST_TOKENS)
+    assert len(request.tokens or ()) == (0 if letters else MAX_TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -634,7 +634,7 @@ def test_a_beginning_that_all_engines_have_is_a_conversation_at_none_of_them():
 
 
 def test_a_new_conversation_goes_where_the_beginnings_are_oldest():
-    policy, (a, b) = Documents(cache_tokens=2 * 10 * BLOCK_LETTERS / 4), engines()
+    policy, (a, b) = Documents(cache_tokens=2 * 10 * BLOCK_CHARACTERS / 4), engines()
     for number in range(40):
         policy.sent(PromptRequest(text=f"{number} " * 300), (b if number < 20 else a).name)
     assert policy.index.oldest("http://a third") < policy.index.oldest(b.name) < policy.index.oldest(a.name)

@@ -326,7 +326,7 @@ def test_an_error_leaves_no_question_behind():
 
 
 def test_a_document_is_known_by_its_text_while_no_engine_answers(monkeypatch):
-    monkeypatch.setattr("lmc.router.document_tokens.PAUSE", 0.0)
+    monkeypatch.setattr("lmc.router.document_tokens.LOOKUP_PAUSE_SECONDS", 0.0)
     asked = []
 
     async def tokenize(model, asking):
@@ -371,7 +371,7 @@ def test_engines_of_one_cache_are_believed_together():
     index.moved("shared", one, "CPU", stored=False, source="b")
     assert index.told("shared") == {other: {"STORAGE"}}
     assert index.is_told("shared")
-    assert index.sizes("shared")["documents told"] == 1
+    assert index.sizes("shared")["documents reported"] == 1
     index.untold("shared", "b")
     assert not index.is_told("shared")
 

@@ -204,12 +204,12 @@ def test_policies_need_nothing_heavy_and_published_ones_are_imported_when_named(
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("fastest", {}, "no policy 'fastest'; use one of documents, precise, round_robin"),
+        ("fastest", {}, "unknown policy 'fastest': use one of documents, precise, round_robin"),
         ("chwbl", {"factor": 2}, "no option factor; its options are prefix_characters, replicas, mean_load_factor"),
         ("round_robin", {"seed": 2}, "no option seed; it has no options"),
-        ("chwbl", {"mean_load_factor": 0.5}, "mean_load_factor = 0.5 is invalid: it has to be 1 or more"),
-        ("cache_aware", {"max_tree_size": 0}, "max_tree_size = 0 is invalid: it has to be a whole number above 0"),
-        ("prefix_hash_trie", {"ties": "first"}, "ties = 'first' is invalid: it has to be random or least_loaded"),
+        ("chwbl", {"mean_load_factor": 0.5}, "mean_load_factor = 0.5 is invalid: use 1 or more"),
+        ("cache_aware", {"max_tree_size": 0}, "max_tree_size = 0 is invalid: use a whole number above 0"),
+        ("prefix_hash_trie", {"ties": "first"}, "ties = 'first' is invalid: use random or least_loaded"),
     ],
 )
 def test_a_wrong_policy_or_option_is_explained(name: str, options: dict[str, Any], said: str) -> None:

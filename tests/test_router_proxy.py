@@ -15,8 +15,8 @@ from service_fakes import eventually
 
 from lmc.blend.markers import Markers
 from lmc.commands.top import complete, top
-from lmc.router.cut import MOST_LETTERS
-from lmc.router.engines import FAILURES
+from lmc.router.cut import MAX_CHARACTERS
+from lmc.router.engines import BREAKER_FAILURES
 
 ASK = "/v1/completions"
 
@@ -128,7 +128,7 @@ def test_an_engine_stops_when_the_client_leaves_before_the_first_byte():
 def test_an_engine_that_keeps_failing_is_left_alone_and_tried_again():
     with house(1) as built:
         built.echoes[0].refusing = 503
-        for _ in range(FAILURES):
+        for _ in range(BREAKER_FAILURES):
             assert built.ask(ASK, {"model": "echo", "prompt": "x"})[0] == 502
         seen = len(built.echoes[0].seen)
         answer = built.send(ASK, {"model": "echo", "prompt": "x"})
@@ -326,8 +326,8 @@ def test_an_explanation_has_the_exact_tokens_if_requests_have():
 def test_no_engine_is_asked_for_the_tokens_of_a_prompt_that_none_takes():
     """Writing 22 MB of JSON for the question held up all other requests."""
     with house(1, exact_tokens=True) as built:
-        ask = {"model": "echo", "prompt": "x" * (MOST_LETTERS + 1)}
-        assert built.ask("/lmc/explain", ask)[1]["prompt"] == {"tokens": MOST_LETTERS // 4, "exact": False}
+        ask = {"model": "echo", "prompt": "x" * (MAX_CHARACTERS + 1)}
+        assert built.ask("/lmc/explain", ask)[1]["prompt"] == {"tokens": MAX_CHARACTERS // 4, "exact": False}
         assert not built.echoes[0].seen
 
 

@@ -123,11 +123,11 @@ def test_a_process_that_does_not_answer_is_replaced_and_prompts_behind_it_are_an
     monkeypatch.setattr(local_tokenizers, "RESTART_SECONDS", 0.01)
     tokenizers, process = ready(built)
     os.kill(process.pid, signal.SIGSTOP)
-    monkeypatch.setattr(local_tokenizers, "SECONDS", 0.3)
+    monkeypatch.setattr(local_tokenizers, "PROMPT_SECONDS", 0.3)
     with ThreadPoolExecutor(8) as pool:
         asked = {"model": "echo", "prompt": PROMPT}
         assert set(pool.map(lambda _: built.ask(ASK, asked)[0], range(8))) == {200}
-    monkeypatch.setattr(local_tokenizers, "SECONDS", 5.0)
+    monkeypatch.setattr(local_tokenizers, "PROMPT_SECONDS", 5.0)
     eventually(lambda: "echo" in tokenizers)
     process.join(30)
     assert process.exitcode == -signal.SIGKILL
@@ -149,7 +149,7 @@ def test_a_process_that_ends_is_replaced_and_no_request_fails(built, monkeypatch
 def test_a_process_that_has_much_to_do_is_not_replaced(built, monkeypatch):
     """The prompts that wait for it are cut otherwise."""
     tokenizers, process = ready(built)
-    monkeypatch.setattr(local_tokenizers, "SECONDS", 0.5)
+    monkeypatch.setattr(local_tokenizers, "PROMPT_SECONDS", 0.5)
 
     async def take_turn():
         await tokenizers._turns.acquire()
@@ -161,12 +161,12 @@ def test_a_process_that_has_much_to_do_is_not_replaced(built, monkeypatch):
         built.router.loop.call_soon_threadsafe(tokenizers._turns.release)
     assert "echo" in tokenizers
     assert process.is_alive()
-    monkeypatch.setattr(local_tokenizers, "SECONDS", 5.0)
+    monkeypatch.setattr(local_tokenizers, "PROMPT_SECONDS", 5.0)
     assert built.ask(EXPLAIN, {"model": "echo", "prompt": PROMPT})[1]["prompt"]["exact"]
 
 
 def test_too_many_prompts_at_once_do_not_wait(built, monkeypatch):
-    monkeypatch.setattr(local_tokenizers, "WAITING", 0)
+    monkeypatch.setattr(local_tokenizers, "MAX_QUEUED_PROMPTS", 0)
     before = asked_for_tokens(built)
     assert built.ask(EXPLAIN, {"model": "echo", "prompt": PROMPT})[0] == 200
     assert asked_for_tokens(built) == before + 1
@@ -180,16 +180,16 @@ def test_a_tokenizer_that_cannot_be_read_is_named_with_what_is_missing_and_engin
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     shutil.copytree(MODEL, tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
-    missing = "there is no such directory"
+    missing = "the directory does not exist"
     wrong = {
         "/no/tokenizer": missing,
         "./no/tokenizer": missing,
         "no/such/tokenizer": missing,
         "tokenizers/": missing,
-        str(tmp_path): "the directory has no files of a tokenizer, such as tokenizer.json",
+        str(tmp_path): "the directory has no tokenizer files, such as tokenizer.json",
         "~nosuchuser/tokenizer": missing,
         "x" * 300 + "/": missing,
-        "no/tokenizer": f"{missing}, and as the name of a model on a hub: We couldn't connect",
+        "no/tokenizer": f"{missing}, and the hub has no such model: We couldn't connect",
         str(tmp_path / "model"): "",
     }
     models = {f"model {number}": path for number, path in enumerate(wrong)}
@@ -200,7 +200,7 @@ def test_a_tokenizer_that_cannot_be_read_is_named_with_what_is_missing_and_engin
         assert "echo" not in built.router.application.proxy.tokenizers
         assert asked_for_tokens(built) == 1
     for said, (model, path) in zip(caplog.messages, models.items(), strict=True):
-        assert f"--tokenizers {model}={path} cannot be read, engines tokenize instead: {wrong[path]}" in said
+        assert f"--tokenizers {model}={path}, engines tokenize instead: {wrong[path]}" in said
 
 
 def test_arguments():

@@ -19,7 +19,7 @@ from lmc.router.application import Router
 from lmc.router.connections import bounded_protocol
 from lmc.router.document_index import Told
 from lmc.router.document_tokens import DocumentTokens
-from lmc.router.engines import FAILED_CHECKS, FAILURES, Engine, EngineBreaker, Engines, address
+from lmc.router.engines import BREAKER_FAILURES, FAILED_CHECKS, Engine, EngineBreaker, Engines, address
 from lmc.router.follow import Follower
 from lmc.router.policies import make
 from lmc.router.policy import Candidate, PromptRequest, Usage
@@ -95,7 +95,7 @@ def test_a_request_that_waits_longer_than_checks_fail_is_given_up():
 def test_health_checks_that_pass_open_the_way_for_others_than_the_request_that_tries():
     """Its answer may take minutes, and the engine is idle meanwhile."""
     breaker = EngineBreaker()
-    for _ in range(FAILURES):
+    for _ in range(BREAKER_FAILURES):
         breaker.failed(1.0)
     assert breaker.state(1.0) == "open"
     breaker.passed()
@@ -278,19 +278,19 @@ def waiting(known):
 
 
 def test_documents_that_wait_for_their_tokens_take_a_bounded_amount_of_memory(monkeypatch):
-    monkeypatch.setattr(document_tokens, "WAITING_LETTERS", 1000)
+    monkeypatch.setattr(document_tokens, "MAX_QUEUED_CHARACTERS", 1000)
     known = waiting_for_tokens({"m": Markers(separators=((9,),))}, [" # # "])
     for number in range(50):
         assert known.find("m", f"{number:0100d}") is None
         assert known.find("m", f"{number:0100d}") is None, "it waits already"
     assert len(waiting(known)) == 10
-    monkeypatch.setattr(document_tokens, "WAITING_LETTERS", 1 << 20)
+    monkeypatch.setattr(document_tokens, "MAX_QUEUED_CHARACTERS", 1 << 20)
     for number in range(500):
         known.find("m", f"{number:0100d}", "greedy")
     assert len(waiting(known)) == 110
     known.find("m", "a text", "modest")
     assert len(waiting(known)) == 111
-    monkeypatch.setattr(document_tokens, "MOST_LETTERS", 10)
+    monkeypatch.setattr(document_tokens, "MAX_CHARACTERS", 10)
     known.find("m", "more than ten letters", "another")
     assert len(waiting(known)) == 111
 

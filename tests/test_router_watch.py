@@ -14,11 +14,11 @@ from service_fakes import eventually
 
 from lmc.errors import ConfigError
 from lmc.router import watch as watching
-from lmc.router.engines import FAILURES, FIRST_PAUSE, Engine, EngineBreaker, Engines, address, has_ended
+from lmc.router.engines import BREAKER_FAILURES, FIRST_PAUSE_SECONDS, Engine, EngineBreaker, Engines, address, has_ended
 from lmc.router.kv_index import CacheSource
 from lmc.router.policies import make
 from lmc.router.policy import Candidate, RoutingChoice
-from lmc.router.proxy import KEPT_SECONDS
+from lmc.router.proxy import KEEP_ALIVE_SECONDS
 from lmc.router.settings import RouterSettings
 from lmc.router.visit import EngineFailed, Visit
 from lmc.router.watch import Watch, keep_up
@@ -52,30 +52,30 @@ def test_requests_that_fail_at_once_open_a_breaker_for_its_first_pause():
     breaker = EngineBreaker()
     for _ in range(50):
         breaker.failed(100.0)
-    assert breaker.state(100.0 + FIRST_PAUSE - 0.01) == "open"
-    assert breaker.state(100.0 + FIRST_PAUSE) == "half-open"
+    assert breaker.state(100.0 + FIRST_PAUSE_SECONDS - 0.01) == "open"
+    assert breaker.state(100.0 + FIRST_PAUSE_SECONDS) == "half-open"
 
 
 def test_only_the_request_that_tries_doubles_the_pause():
     breaker = EngineBreaker()
-    for _ in range(FAILURES):
+    for _ in range(BREAKER_FAILURES):
         breaker.failed(0.0)
     assert breaker.sent(), "it tries"
-    assert breaker.state(FIRST_PAUSE) == "open", "one at a time"
+    assert breaker.state(FIRST_PAUSE_SECONDS) == "open", "one at a time"
     breaker.ended(trial=False)  # an older request
-    assert breaker.state(FIRST_PAUSE) == "open"
-    breaker.failed(FIRST_PAUSE, trial=True)
+    assert breaker.state(FIRST_PAUSE_SECONDS) == "open"
+    breaker.failed(FIRST_PAUSE_SECONDS, trial=True)
     breaker.ended(trial=True)
-    breaker.failed(FIRST_PAUSE + 1)
-    assert breaker.state(3 * FIRST_PAUSE - 0.01) == "open"
-    assert breaker.state(3 * FIRST_PAUSE) == "half-open"
+    breaker.failed(FIRST_PAUSE_SECONDS + 1)
+    assert breaker.state(3 * FIRST_PAUSE_SECONDS - 0.01) == "open"
+    assert breaker.state(3 * FIRST_PAUSE_SECONDS) == "half-open"
     breaker.succeeded()
     assert (breaker.state(0.0), breaker.sent()) == ("closed", False)
 
 
 def test_a_health_check_that_passes_lets_one_request_try():
     breaker = EngineBreaker()
-    for _ in range(FAILURES):
+    for _ in range(BREAKER_FAILURES):
         breaker.failed(0.0)
     breaker.passed()
     assert breaker.state(0.0) == "half-open"
@@ -86,7 +86,7 @@ def test_a_health_check_that_passes_lets_one_request_try():
 def test_an_engine_that_is_back_gets_requests_at_its_next_health_check():
     with house(1, health_seconds=0.1) as built:
         engine = built.router.application.engines[built.engines[0].url]
-        engine.breaker.failures, engine.breaker.until = FAILURES, float("inf")
+        engine.breaker.failures, engine.breaker.until = BREAKER_FAILURES, float("inf")
         eventually(lambda: built.ask("/v1/completions", {"model": "echo", "prompt": "x"})[0] == 200)
 
 
@@ -138,8 +138,8 @@ def test_an_error_ends_neither_health_checks_nor_lookups(monkeypatch, caplog):
             await until(lambda: len(engines) and calls.count("http://127.0.0.1:1") > 3)
 
     asyncio.run(run())
-    assert caplog.text.count("looking up the engines failed") == 2
-    assert "checking the engines failed" in caplog.text
+    assert caplog.text.count("lookup of the engines failed") == 2
+    assert "check of the engines failed" in caplog.text
 
 
 def test_an_engine_is_followed_again_after_an_error():
@@ -156,7 +156,7 @@ def test_an_engine_is_followed_again_after_an_error():
             await until(lambda: len(followed) > 2)
 
     with pytest.MonkeyPatch.context() as patch, served(EchoEngine()) as engine:
-        patch.setattr(watching, "RETRY_SECONDS", 0.01)
+        patch.setattr(watching, "TASK_RETRY_SECONDS", 0.01)
         asyncio.run(run(engine.url))
 
 
@@ -320,9 +320,9 @@ def test_a_router_without_engines_says_so():
 
 
 def test_an_idle_connection_is_closed_before_the_engine_does():
-    assert KEPT_SECONDS < 5.0, "uvicorn's time, and vLLM's"
+    assert KEEP_ALIVE_SECONDS < 5.0, "uvicorn's time, and vLLM's"
     with house(1) as built:
-        assert built.router.application.proxy.session.connector._keepalive_timeout == KEPT_SECONDS
+        assert built.router.application.proxy.session.connector._keepalive_timeout == KEEP_ALIVE_SECONDS
 
 
 # -- metrics ----------------------------------------------------------------------------------------------------------

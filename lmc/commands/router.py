@@ -38,7 +38,7 @@ def _read_file(context: typer.Context, file: Path | None) -> Path | None:
     """
     import yaml
 
-    from lmc.router.arguments import MOVED
+    from lmc.router.arguments import FORMER_FLAGS
 
     names = {str(parameter.name) for parameter in context.command.params}
     _check_environment(names)
@@ -51,8 +51,8 @@ def _read_file(context: typer.Context, file: Path | None) -> Path | None:
     if not isinstance(content, dict):
         raise ConfigError(f"--config {file}: expected a mapping; `lmc router --help` shows the options, its names")
     values = {str(name).replace("-", "_"): value for name, value in content.items()}
-    if unknown := values.keys() - names - MOVED:
-        raise ConfigError(f"--config {file}: unknown: {', '.join(sorted(unknown))}; see `lmc router --help`")
+    if unknown := values.keys() - names - FORMER_FLAGS:
+        raise ConfigError(f"--config {file} has unknown options {', '.join(sorted(unknown))}; see `lmc router --help`")
     for name, value in values.items():
         if name == "option":
             values[name] = list(map(str, value)) if isinstance(value, list) else [str(value)]
@@ -61,7 +61,7 @@ def _read_file(context: typer.Context, file: Path | None) -> Path | None:
             values[name] = json.dumps({str(model): str(path or "") for model, path in value.items()})
         elif isinstance(value, list):
             values[name] = ",".join(map(str, value))
-    context.meta[FROM_FILE] = {name: values[name] for name in values.keys() & MOVED}
+    context.meta[FROM_FILE] = {name: values[name] for name in values.keys() & FORMER_FLAGS}
     context.default_map = values
     return file
 
@@ -69,9 +69,9 @@ def _read_file(context: typer.Context, file: Path | None) -> Path | None:
 def _check_environment(names: Set[str]) -> None:
     """Raise `ConfigError` for variables of unknown options. Removes variables of a Kubernetes service `lmc-router`."""
     from lmc.config.sources import is_of_a_service
-    from lmc.router.arguments import MOVED
+    from lmc.router.arguments import FORMER_FLAGS
 
-    variables = {f"{PREFIX}_{name.upper()}" for name in names - {"config"} | MOVED} | {CONFIG_VARIABLE}
+    variables = {f"{PREFIX}_{name.upper()}" for name in names - {"config"} | FORMER_FLAGS} | {CONFIG_VARIABLE}
     for name, value in list(os.environ.items()):
         if name.startswith(f"{PREFIX}_") and is_of_a_service(name, value):
             del os.environ[name]
@@ -88,20 +88,21 @@ def router(
     ] = None,
     static_backends: Annotated[str, typer.Option(help="URLs of the engines, comma-separated")] = "",
     static_models: Annotated[
-        str, typer.Option(help="the model of each engine; by default, the router reads /v1/models")
+        str, typer.Option(help="models of the engines, comma-separated; by default from their /v1/models")
     ] = "",
     static_caches: Annotated[
-        str, typer.Option(help="the cache of each engine: the same name for all engines of one `lmc serve`")
+        str,
+        typer.Option(help="cache names of the engines, comma-separated; engines of one `lmc serve` have the same name"),
     ] = "",
     static_admins: Annotated[
-        str, typer.Option(help="the LMC_ADMIN address of each engine, which reports the documents it has")
+        str, typer.Option(help="LMC_ADMIN addresses of the engines, comma-separated, which report their documents")
     ] = "",
     admin_port: Annotated[
         int, typer.Option(min=0, max=65535, help="port of each engine's LMC_ADMIN endpoint (0: none)")
     ] = 0,
     discovery: Annotated[
         str,
-        typer.Option(help="file:PATH, dns:HOST:PORT or kubernetes:NAMESPACE/LABEL=VALUE:PORT, to find engines"),
+        typer.Option(help="source of the engines: file:PATH, dns:HOST:PORT or kubernetes:NAMESPACE/LABEL=VALUE:PORT"),
     ] = "",
     policy: Annotated[
         str, typer.Option("--policy", "--routing-logic", help="routing policy; docs/router.md lists them")
@@ -119,15 +120,21 @@ def router(
     client_tokens: Annotated[
         str,
         typer.Option(
-            help="tokens of which each client needs one, comma-separated; safer in the variable, because other users "
-            "can read command lines"
+            help="accepted client tokens, comma-separated; safer in the variable LMC_ROUTER_CLIENT_TOKENS, because "
+            "other users can read command lines"
         ),
     ] = "",
-    max_requests: Annotated[int, typer.Option(min=1, help="requests in flight; more are answered with 429")] = 1000,
-    answer_seconds: Annotated[float, typer.Option(min=1, help="timeout for an engine that sends nothing")] = 600.0,
+    max_requests: Annotated[
+        int, typer.Option(min=1, help="maximum number of requests in flight; others get the response 429")
+    ] = 1000,
+    answer_seconds: Annotated[
+        float, typer.Option(min=1, help="seconds without data from an engine, after which a request fails")
+    ] = 600.0,
     tokenizers: Annotated[
         str,
-        typer.Option(help="MODEL=DIRECTORY, comma-separated, or a JSON mapping: tokenizes prompts in the router"),
+        typer.Option(
+            help="tokenizers for tokenizing in the router: MODEL=DIRECTORY, comma-separated, or a JSON mapping"
+        ),
     ] = "",
 ) -> None:
     """Send each request to the vLLM server that has its documents.
@@ -151,8 +158,8 @@ def router(
 
     set_up_log()
     flags = other_flags(context.args, [f"--{parameter.name}".replace("_", "-") for parameter in context.command.params])
-    given, moved = _options(context, flags.moved, option or [])
-    name, options = policy_name(policy), router_options(given)
+    values, moved = _options(context, flags.moved, option or [])
+    name, options = policy_name(policy), router_options(values)
     settings = RouterSettings(
         session_key=options.session_key, special_string=options.special_string, exact_tokens=options.exact_tokens,
         api_key=api_key, tokenizers=paths_of_models(tokenizers), tokenizer_processes=options.tokenizer_processes,
@@ -163,34 +170,34 @@ def router(
     )  # fmt: skip
     engines = Engines(EnginePorts(admin_port, options.kv_events_port, options.kv_replay_port))
     columns = static_models, static_caches, static_admins, options.static_kv_events
-    for one in addresses(static_backends or flags.backends, *columns):
-        engines.add(one)
-    where = discovery or flags.discovery
-    if not len(engines) and not where:
+    for engine in addresses(static_backends or flags.backends, *columns):
+        engines.add(engine)
+    source = discovery or flags.discovery
+    if not len(engines) and not source:
         raise ConfigError("no engines: set --static-backends http://a:8000,http://b:8000, or --discovery")
-    chosen = from_command_line(name, {**flags.options, **policy_options(name, given)})
-    if chosen.needs.cutter is not None:
-        chosen.needs.cutter.special_string = options.special_string
-    check_kv_events(name, chosen, engines, where)
-    _run(checked(settings, TOKEN), name, chosen, engines, where, (host, port), moved)
+    chosen_policy = from_command_line(name, {**flags.options, **policy_options(name, values)})
+    if chosen_policy.needs.cutter is not None:
+        chosen_policy.needs.cutter.special_string = options.special_string
+    check_kv_events(name, chosen_policy, engines, source)
+    _run(checked(settings, TOKEN), name, chosen_policy, engines, source, (host, port), moved)
 
 
 def _options(
-    context: typer.Context, flags: Mapping[str, str], written: list[str]
+    context: typer.Context, flags: Mapping[str, str], options: list[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the values of `--option` from all sources, and those given in the form of earlier versions.
 
     Earlier versions had a flag, a variable and a name in the file for each of these options. All three still work.
     """
-    from lmc.router.arguments import MOVED, written_options
+    from lmc.router.arguments import FORMER_FLAGS, written_options
 
-    variables = {name: value for name in sorted(MOVED) if (value := os.environ.get(f"{PREFIX}_{name.upper()}"))}
+    variables = {name: value for name in sorted(FORMER_FLAGS) if (value := os.environ.get(f"{PREFIX}_{name.upper()}"))}
     moved = dict(zip(SOURCES, (context.meta.get(FROM_FILE, {}), variables, flags), strict=True))
     source = getattr(context.get_parameter_source("option"), "name", "")
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for kind in SOURCES:
-        given |= moved[kind] | (written_options(written) if kind == source else {})
-    return given, {name: value for kind in SOURCES for name, value in moved[kind].items()}
+        values |= moved[kind] | (written_options(options) if kind == source else {})
+    return values, {name: value for kind in SOURCES for name, value in moved[kind].items()}
 
 
 def _run(
@@ -198,7 +205,7 @@ def _run(
     name: str,
     policy: "Policy",
     engines: Engines,
-    where: str,
+    source: str,
     listen: tuple[str, int],
     moved: Mapping[str, Any],
 ) -> None:
@@ -214,12 +221,12 @@ def _run(
         raise ConfigError(f"lmc router needs {error.name}: pip install 'lmc[router]'") from None
     if moved:
         instead = " ".join(f"--option {option}={value}" for option, value in moved.items())
-        log.warning("lmc router: read options in their earlier form; use instead: %s", instead)
-    application = Router(settings, policy, engines, discovery(where) if where else None)
+        log.warning("lmc router: read options in a deprecated form; use instead: %s", instead)
+    application = Router(settings, policy, engines, discovery(source) if source else None)
     try:
         listening = tcp_socket(*listen)
     except OSError as error:
-        wrong = f"--host {listen[0]} --port {listen[1]}: nothing can listen there ({error.strerror})"
+        wrong = f"cannot listen at --host {listen[0]} --port {listen[1]} ({error.strerror})"
         raise ConfigError(f"{wrong}; is the port in use?") from None
     allow_files(settings.max_requests)
     config = uvicorn.Config(

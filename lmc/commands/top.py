@@ -27,13 +27,13 @@ from lmc.errors import InputError
 from lmc.http.address import TOKEN, admin_token
 from lmc.http.client import authorization, opener, with_scheme
 from lmc.metrics import NAMES, Labels, key
-from lmc.router.router_metrics import OF_ROUTERS
+from lmc.router.router_metrics import ROUTER_METRICS
 from lmc.shapes import GIB, MIB
 from lmc.storage.places import fastest_first
 
 URL = "http://127.0.0.1:8000/metrics"
-TIMEOUT = 5.0  # seconds for a response
-KNOWN = NAMES | {name.name: name for name in OF_ROUTERS if not name.buckets}
+FETCH_SECONDS = 5.0  # seconds for a response
+METRICS = NAMES | {name.name: name for name in ROUTER_METRICS if not name.buckets}
 LOWEST = {"tier_usable", "layers"}  # gauges that show the lowest value of several engines, not the sum
 
 Series = tuple[str, tuple[tuple[str, str], ...]]  # a metric and all its labels
@@ -54,16 +54,16 @@ class Sample:
 
         A counter that became smaller was reset by a restart of its server.
         """
-        found: Numbers = {}
+        numbers: Numbers = {}
         for (name, labels), value in self.series.items():
-            known = KNOWN[name]
-            own = (name, tuple(dict(labels).get(label, "") for label in known.labels))
+            metric = METRICS[name]
+            series_key = (name, tuple(dict(labels).get(label, "") for label in metric.labels))
             if name in LOWEST:
-                found[own] = min(value, found.get(own, value))
+                numbers[series_key] = min(value, numbers.get(series_key, value))
                 continue
-            earlier = 0.0 if known.gauge or before is None else before.series.get((name, labels), 0.0)
-            found[own] = found.get(own, 0.0) + (value - earlier if value >= earlier else value)
-        return found
+            earlier = 0.0 if metric.gauge or before is None else before.series.get((name, labels), 0.0)
+            numbers[series_key] = numbers.get(series_key, 0.0) + (value - earlier if value >= earlier else value)
+        return numbers
 
 
 def top(url: str, interval: float, once: bool, console: Console | None = None) -> None:
@@ -73,7 +73,7 @@ def top(url: str, interval: float, once: bool, console: Console | None = None) -
     """
     console = console or Console()
     if interval <= 0:
-        raise InputError(f"an interval of {interval:g} seconds: it must be more than 0")
+        raise InputError(f"invalid interval of {interval:g} s: use a number above 0")
     with _ended_by_ctrl_c() as interrupted:
         before = fetch(url)
         live = Live(console=console, auto_refresh=False) if console.is_terminal and not once else None
@@ -85,7 +85,7 @@ def top(url: str, interval: float, once: bool, console: Console | None = None) -
                 try:
                     now = fetch(url)
                 except InputError as error:  # The server may be restarting.
-                    show(Text(f"{error}\nTrying again; Ctrl-C ends."))
+                    show(Text(f"{error}\nRetrying; press Ctrl-C to stop."))
                 else:
                     show(table(url, now.since(before), now.at - before.at))
                     before = now
@@ -118,47 +118,48 @@ def complete(address: str) -> str:
     try:
         path = urlsplit(url).path
     except ValueError:
-        raise InputError(f"{address} is no address of metrics: give one like {URL}") from None
+        raise InputError(f"{address} is not a metrics URL: use one such as {URL}") from None
     return url if path.strip("/") else f"{url.rstrip('/')}/metrics"
 
 
 def fetch(url: str) -> Sample:
     """Fetch a sample from an endpoint. Raises `InputError` (one line) if it does not return lmc's metrics."""
     if not url.startswith(("http://", "https://")):
-        raise InputError(f"{url} is no address of metrics: give one like {URL}")
+        raise InputError(f"{url} is not a metrics URL: use one such as {URL}")
     try:
-        with opener().open(Request(url, headers=authorization(admin_token(), TOKEN)), timeout=TIMEOUT) as answer:
-            text = answer.read().decode()
+        with opener().open(
+            Request(url, headers=authorization(admin_token(), TOKEN)), timeout=FETCH_SECONDS
+        ) as response:
+            text = response.read().decode()
     except HTTPError as error:
         error.close()
-        said = f"{url} answers {error.code} {error.reason}"
+        reason = f"{url} answered {error.code} {error.reason}"
         if error.code in (401, 403):
-            raise InputError(f"{said}: {TOKEN} has to hold the token of the server") from None
-        raise InputError(f"{said}: give the address of the metrics, as {URL}") from None
+            raise InputError(f"{reason}: set {TOKEN} to the server's token") from None
+        raise InputError(f"{reason}: use a metrics URL such as {URL}") from None
     except (OSError, HTTPException, ValueError) as error:
         failed = f"no metrics at {url} ({error.reason if isinstance(error, URLError) else error})"
-        raise InputError(f"{failed}: start the server, or give another address: lmc top {URL}") from None
+        raise InputError(f"{failed}: start the server, or use another URL: lmc top {URL}") from None
     try:
         series = read(text)
     except ValueError as error:
-        raise InputError(f"{url} does not answer with Prometheus metrics: {error}") from None
+        raise InputError(f"{url} did not return Prometheus metrics: {error}") from None
     if not series:
         raise InputError(
-            f"{url} has no metrics of lmc: a vLLM server has them if it runs with LMCConnector and without "
-            "--disable-log-stats"
+            f"{url} has no metrics of lmc: start the vLLM server with LMCConnector and without --disable-log-stats"
         )
     return Sample(at=time.monotonic(), series=series)
 
 
 def read(text: str) -> dict[Series, float]:
     """Return the values of lmc's metrics in an endpoint's response."""
-    found = {}
+    series = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             prefix, name = sample.name[:4], sample.name[4:].removesuffix("_total")
-            if prefix in ("lmc_", "lmc:") and name in KNOWN:
-                found[name, tuple(sorted(sample.labels.items()))] = sample.value
-    return found
+            if prefix in ("lmc_", "lmc:") and name in METRICS:
+                series[name, tuple(sorted(sample.labels.items()))] = sample.value
+    return series
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
@@ -174,9 +175,9 @@ WORK = {
 }  # fmt: skip
 ROUTED_LINES = {
     "requests": "router_requests", "requests (now)": "router_engine_requests", "usable (now)": "router_engine_usable",
-    "tokens of prompts": "router_prompt_tokens", "tokens expected reused": "router_expected_tokens",
+    "prompt tokens": "router_prompt_tokens", "tokens expected reused": "router_expected_tokens",
     "tokens reported reused": "router_reported_tokens", "retries": "router_retries",
-    "answers broken off": "router_broken_answers", "clients that left": "router_clients_left",
+    "responses broken off": "router_broken_answers", "clients disconnected": "router_clients_left",
     "refused": "router_refused", "index (now)": "router_index_entries",
 }  # fmt: skip
 ROUTED = set(ROUTED_LINES.values())
@@ -204,20 +205,23 @@ def table(url: str, numbers: Numbers, seconds: float | None = None) -> Table:
 
 def router_table(url: str, numbers: Numbers, seconds: float | None, title: str) -> Table:
     """Return the table of a router's numbers, with a column per engine."""
-    engines = sorted({labels[0] for (name, labels) in numbers if KNOWN[name].labels[:1] == ("engine",)})
+    engines = sorted({labels[0] for (name, labels) in numbers if METRICS[name].labels[:1] == ("engine",)})
     shown = Table("", "all", title=title, caption=Text(url), box=box.SIMPLE_HEAD)
     for engine in engines:
         shown.add_column(Text(engine), justify="right")
     by_name: Rates = defaultdict(lambda: defaultdict(float))
     for (name, labels), n in numbers.items():
-        of = labels[0] if KNOWN[name].labels[:1] == ("engine",) else ""
-        by_name[name][of] += n / (1.0 if seconds is None or KNOWN[name].gauge else seconds)
+        of = labels[0] if METRICS[name].labels[:1] == ("engine",) else ""
+        by_name[name][of] += n / (1.0 if seconds is None or METRICS[name].gauge else seconds)
     for line, name in ROUTED_LINES.items():
-        found = by_name[name]
+        by_engine = by_name[name]
         if name == "router_engine_usable":
-            cells = ["", *(("yes" if found[one] else "NO") if one in found else "" for one in engines)]
+            cells = ["", *(("yes" if by_engine[engine] else "NO") if engine in by_engine else "" for engine in engines)]
         else:
-            cells = [number(sum(found.values())), *(number(found[one]) if one in found else "" for one in engines)]
+            cells = [
+                number(sum(by_engine.values())),
+                *(number(by_engine[engine]) if engine in by_engine else "" for engine in engines),
+            ]
         shown.add_row(line, *cells)
     return shown
 
@@ -236,29 +240,31 @@ def _lines(rates: Rates) -> Iterator[Line]:
 
 def _counts(rates: Rates, titles: Mapping[str, str]) -> Iterator[Line]:
     for title, name in titles.items():
-        metric, found = NAMES[name], rates[name]
+        metric, by_place = NAMES[name], rates[name]
         if name == "tier_usable":
-            yield title, "", {place: "yes" if n else "NO" for place, n in found.items()}
-        elif found:
-            over_all = "" if metric.gauge and metric.labels else number(sum(found.values()))
-            yield title, over_all, {place: number(n) for place, n in found.items()}
+            yield title, "", {place: "yes" if n else "NO" for place, n in by_place.items()}
+        elif by_place:
+            over_all = "" if metric.gauge and metric.labels else number(sum(by_place.values()))
+            yield title, over_all, {place: number(n) for place, n in by_place.items()}
 
 
-def _moved(rates: Rates, title: str, way: str) -> Iterator[Line]:
+def _moved(rates: Rates, title: str, direction: str) -> Iterator[Line]:
     """Yield the lines of bytes moved in one direction, and of the seconds per GiB."""
-    moved, took = rates[f"bytes|{way}"], rates[f"seconds|{way}"]
-    if moved:
-        yield title, size(sum(moved.values())), {place: size(n) for place, n in moved.items()}
-        costs = {place: took[place] / n * GIB for place, n in moved.items() if n and place in took}
-        yield f"  {way}: seconds per GiB", "", {place: f"{cost:.3f}" for place, cost in costs.items()}
+    moved_bytes, spent_seconds = rates[f"bytes|{direction}"], rates[f"seconds|{direction}"]
+    if moved_bytes:
+        yield title, size(sum(moved_bytes.values())), {place: size(n) for place, n in moved_bytes.items()}
+        costs = {
+            place: spent_seconds[place] / n * GIB for place, n in moved_bytes.items() if n and place in spent_seconds
+        }
+        yield f"  {direction}: seconds per GiB", "", {place: f"{cost:.3f}" for place, cost in costs.items()}
 
 
 def _tokens(rates: Rates) -> Iterator[Line]:
     """Yield the lines of reused tokens by tier, and of tokens recomputed by blends."""
     named = {name.removeprefix("tokens_from_"): rates[name] for name in NAMES if name.startswith("tokens_from_")}
-    found = {place: sum(counts.values()) for place, counts in named.items() if counts}
-    if found:
-        yield "tokens reused", number(sum(found.values())), {place: number(n) for place, n in found.items()}
+    by_place = {place: sum(counts.values()) for place, counts in named.items() if counts}
+    if by_place:
+        yield "tokens reused", number(sum(by_place.values())), {place: number(n) for place, n in by_place.items()}
     layers = sum(rates["layers"].values())
     if layers:
         yield "tokens recomputed by blends", number(sum(rates["token_layers"].values()) / layers), {}

@@ -28,14 +28,14 @@ from lmc.router.local_tokenizers import LocalTokenizers
 from lmc.router.policies.base import Policy
 from lmc.router.proxy import Proxy
 from lmc.router.requests import json_object
-from lmc.router.router_metrics import INDEXED, LAG, OF_ENGINE, TOLD, UNPLACED, UNREADABLE, RouterMetrics
+from lmc.router.router_metrics import ENGINE_INDEXED, INDEXED, LAG, TOLD, UNPLACED, UNREADABLE, RouterMetrics
 from lmc.router.settings import RouterSettings
 from lmc.router.watch import Discovery, Watch, keep_up
 
 log = logging.getLogger(__name__)
 
-METRICS, MODELS, PRIVATE = "/metrics", "/v1/models", ("/engines", "/lmc/")
-OPEN = ("/health", "/ready", METRICS)
+METRICS_PATH, MODELS_PATH, ADMIN_PATHS = "/metrics", "/v1/models", ("/engines", "/lmc/")
+PUBLIC_PATHS = ("/health", "/ready", METRICS_PATH)
 NO_CLIENT = "missing or wrong token: send it as `Authorization: Bearer …`"
 NO_TOKEN = "administration is off: a router that other hosts can reach needs LMC_ADMIN_TOKEN"
 Handler = Callable[[Request], Awaitable[Response]]
@@ -62,18 +62,18 @@ class Router:
             await self._live(receive, send)
         elif scope["type"] != "http":
             return
-        elif self.proxy.takes(scope) or scope["path"] == MODELS:
+        elif self.proxy.takes(scope) or scope["path"] == MODELS_PATH:
             if not self.settings.admits(_authorization(scope)):
                 await Client(scope, receive, send).refuse(Refusal(401, NO_CLIENT))
-            elif scope["path"] == MODELS:
+            elif scope["path"] == MODELS_PATH:
                 await self._public(scope, receive, send)
             else:
                 await self.proxy(scope, receive, send)
-        elif scope["path"] == METRICS and not self.settings.may_read_metrics(_authorization(scope)):
+        elif scope["path"] == METRICS_PATH and not self.settings.may_read_metrics(_authorization(scope)):
             await Client(scope, receive, send).refuse(Refusal(401, NO_CLIENT))
-        elif scope["path"] in OPEN:
+        elif scope["path"] in PUBLIC_PATHS:
             await self._public(scope, receive, send)
-        elif not scope["path"].startswith(PRIVATE):
+        elif not scope["path"].startswith(ADMIN_PATHS):
             await refuse(send, 404, f"the router has no {scope['method']} {scope['path']}")
         elif self.settings.open_admin or self.settings.admin_token:
             await self._private(scope, receive, send)
@@ -94,11 +94,11 @@ class Router:
         if self.settings.tokenizers:
             self.proxy.tokenizers = LocalTokenizers(self.settings.tokenizers, self.settings.tokenizer_processes)
             read = partial(self.proxy.tokenizers.run, self.proxy.special_string_of, self._cut_as)
-            self._tasks.append(keep_up(read, "reading tokenizers"))
+            self._tasks.append(keep_up(read, "loading of tokenizers"))
         if (cutter := self.policy.needs.cutter) is not None:
             lookups = DocumentTokens(self.proxy.tokenize, cutter.markers, cutter.special_string_of)
             cutter.find = lookups.find
-            self._tasks.append(keep_up(lookups.run, "requesting the tokens of documents"))
+            self._tasks.append(keep_up(lookups.run, "lookup of document tokens"))
         follow = Follower(self.policy, session, self.settings.admin_token, self._lagged).follow
         self._watch = Watch(self.settings, self.engines, self.policy, session, self._discovery, follow)
         self._tasks += await self._watch.open()
@@ -138,11 +138,11 @@ class Router:
         ]
         return (
             Starlette(
-                routes=[Route(path, _handler(answer), methods=["GET"]) for path, answer in public.items()],
+                routes=[Route(path, _handler(handler), methods=["GET"]) for path, handler in public.items()],
                 exception_handlers={405: _not_found},
             ),
             Starlette(
-                routes=[Route(path, _handler(answer), methods=[method]) for method, path, answer in private],
+                routes=[Route(path, _handler(handler), methods=[method]) for method, path, handler in private],
                 exception_handlers={404: _not_found, 405: _not_found},
             ),
         )
@@ -167,9 +167,9 @@ class Router:
                 sizes |= documents.sizes(engine.candidate.cache)
                 self.metrics.set(TOLD, documents.is_told(engine.candidate.cache), engine.url)
             if blocks is not None:
-                sizes["blocks told"] = blocks.count(engine.url)
+                sizes["blocks reported"] = blocks.count(engine.url)
             for kind, count in sizes.items():
-                self.metrics.set(OF_ENGINE, count, engine.url, kind)
+                self.metrics.set(ENGINE_INDEXED, count, engine.url, kind)
         if documents is not None:
             self.metrics.set(INDEXED, len(documents))
         elif blocks is not None:
@@ -183,7 +183,7 @@ class Router:
         return JSONResponse({"object": "list", "data": models})
 
     async def _listed(self, _: Request) -> Response:
-        return JSONResponse({"engines": [self._described(one) for one in self.engines]})
+        return JSONResponse({"engines": [self._described(engine) for engine in self.engines]})
 
     def _described(self, engine: Engine) -> dict[str, Any]:
         """Return the state of an engine, with its name for clients and metrics."""
@@ -195,14 +195,14 @@ class Router:
         if not isinstance(models, list | tuple) or set(map(type, [*models, *body.values()])) - {str}:
             raise InputError("url, cache, admin and kv_events must be strings, and models a list of strings")
         engine = self.engines.add(address(body.pop("url", ""), models, **body))
-        log.info("lmc router: engine %s was added", engine.url)
+        log.info("lmc router: added engine %s", engine.url)
         return JSONResponse({"engines": [self._described(engine)]}, 201)
 
     async def _removed(self, request: Request) -> Response:
         url = str((await _body(request, {"url"})).get("url", ""))
         self.engines.remove(url)
         self.policy.forget(url)
-        log.info("lmc router: engine %s was removed", url)
+        log.info("lmc router: removed engine %s", url)
         return JSONResponse({"removed": url})
 
     async def _drained(self, request: Request) -> Response:
@@ -219,18 +219,18 @@ class Router:
         request = received.request
         candidates = self.engines.candidates(request.model)
         if not candidates:
-            raise InputError(f"no engine is available for the model {request.model!r} now")
+            raise InputError(f"no engine is available for the model {request.model!r}: try again later")
         choice = self.policy.choose(request, candidates)
         scores, facts = self.policy.scores(request, candidates), self.policy.explain(request, candidates)
         engines = [
             {
-                "engine": one.name,
-                "requests": one.load,
-                "backlog_tokens": round(one.backlog),
-                "score": scores.get(one.name),
-                **facts.get(one.name, {}),
+                "engine": candidate.name,
+                "requests": candidate.load,
+                "backlog_tokens": round(candidate.backlog),
+                "score": scores.get(candidate.name),
+                **facts.get(candidate.name, {}),
             }
-            for one in candidates
+            for candidate in candidates
         ]
         exact = request.tokens is not None
         prompt = {"tokens": len(request.tokens or ()) or round(received.tokens), "exact": exact}
@@ -249,8 +249,8 @@ class Router:
                 "model": model, "max_tokens": 1, "prompt": separator.join(("", text.strip(), "")),
                 "kv_transfer_params": {"lmc": {"learn": True}}, **({"cache_salt": salt} if salt else {}),
             }  # fmt: skip
-            engine, answer = await self.proxy.ask("/v1/completions", msgspec.json.encode(learn))
-            facts = (answer.get("kv_transfer_params") or {}).get("lmc") or {}
+            engine, response = await self.proxy.ask("/v1/completions", msgspec.json.encode(learn))
+            facts = (response.get("kv_transfer_params") or {}).get("lmc") or {}
             placed.append({"engine": engine, "learned": bool(facts.get("learned")), "note": facts.get("note", "")})
         return JSONResponse({"placed": placed})
 
@@ -259,10 +259,10 @@ async def _not_found(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": f"the router has no {request.method} {request.url.path}"}, 404)
 
 
-def _handler(answer: Handler) -> Handler:
-    async def answered(request: Request) -> Response:
+def _handler(handle: Handler) -> Handler:
+    async def handle_errors(request: Request) -> Response:
         try:
-            return await answer(request)
+            return await handle(request)
         except InputError as error:
             return JSONResponse({"error": str(error)}, 400)
         except Refusal as refusal:
@@ -271,7 +271,7 @@ def _handler(answer: Handler) -> Handler:
             log.exception("lmc router: request for %s failed", request.url.path)
             return JSONResponse({"error": "unexpected error; see the router's log"}, 500)
 
-    return answered
+    return handle_errors
 
 
 def _authorization(scope: Any) -> str:
@@ -297,7 +297,7 @@ def _described(engine: Engine) -> dict[str, Any]:
 
 async def _body(request: Request, fields: set[str]) -> dict[str, Any]:
     """Return the JSON object of a body with some of these fields. Raises `InputError` for anything else."""
-    found = json_object(await request.body())
-    if found.keys() - fields:
+    content = json_object(await request.body())
+    if content.keys() - fields:
         raise InputError(f"unknown fields in the request body; use only {', '.join(sorted(fields))}")
-    return found
+    return content

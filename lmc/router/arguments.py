@@ -48,7 +48,7 @@ FLAG_HINTS = {
 }
 TOKEN_CHARACTERS = 4  # characters that count as one token where another router counts tokens
 # Options that had a flag, a variable and a name in the file of their own, before --option took them.
-MOVED = frozenset(RouterOptions.model_fields) | {
+FORMER_FLAGS = frozenset(RouterOptions.model_fields) | {
     "cache_tokens", "ratio", "cache_threshold", "balance_abs_threshold", "balance_rel_threshold",
     "eviction_interval_secs", "max_tree_size",
 }  # fmt: skip
@@ -63,22 +63,22 @@ class OtherFlags(NamedTuple):
     moved: dict[str, str]  # by name, flags of earlier versions
 
 
-def other_flags(arguments: Sequence[str], known: Collection[str]) -> OtherFlags:
-    """Read flags of other routers and of earlier versions. `known` has the flags of the help, for hints.
+def other_flags(arguments: Sequence[str], known_flags: Collection[str]) -> OtherFlags:
+    """Read flags of other routers and of earlier versions. `known_flags` has the flags of the help, for hints.
 
     Raises `ConfigError` for any other flag, with a hint.
     """
-    given = _grouped(arguments)
-    moved = {name: " ".join(given.pop(flag)) or "true" for flag, name in _moved_flags().items() if flag in given}
+    words_of = _grouped(arguments)
+    moved = {name: " ".join(words_of.pop(flag)) or "true" for flag, name in _moved_flags().items() if flag in words_of}
     readers: dict[str, Callable[[list[str]], Any]] = {
         "--worker-urls": ",".join, "--service-discovery": "".join, "--k8s-port": "".join, "--k8s-namespace": "".join,
         "--k8s-label-selector": "".join, "--prefix-token-count": _number, "--prefix-hash-load-factor": _number,
     }  # fmt: skip
-    for flag in given.keys() - readers.keys():
-        near = difflib.get_close_matches(flag, [*known, *readers], 1)
+    for flag in words_of.keys() - readers.keys():
+        near = difflib.get_close_matches(flag, [*known_flags, *readers], 1)
         hint = FLAG_HINTS.get(flag) or (f"did you mean {near[0]}?" if near else "`lmc router --help` shows all options")
         raise ConfigError(f"lmc router has no {flag}: {hint}")
-    values = {flag: readers[flag](words) for flag, words in given.items()}
+    values = {flag: readers[flag](words) for flag, words in words_of.items()}
     options = {}
     if tokens := values.get("--prefix-token-count"):
         options["prefix_characters"] = math.ceil(tokens * TOKEN_CHARACTERS)
@@ -88,19 +88,19 @@ def other_flags(arguments: Sequence[str], known: Collection[str]) -> OtherFlags:
 
 
 def _moved_flags() -> dict[str, str]:
-    return {f"--{name}".replace("_", "-"): name for name in sorted(MOVED)}
+    return {f"--{name}".replace("_", "-"): name for name in sorted(FORMER_FLAGS)}
 
 
 def _grouped(arguments: Sequence[str]) -> dict[str, list[str]]:
     """Return the values after each flag."""
-    given, flag = dict[str, list[str]](), "argument"
+    words_of, flag = dict[str, list[str]](), "argument"
     for argument in arguments:
         if argument.startswith("-"):
             flag, equals, value = argument.partition("=")
-            given[flag] = [value] if equals else []
+            words_of[flag] = [value] if equals else []
         else:
-            given.setdefault(flag if given else argument, []).append(argument)
-    return given
+            words_of.setdefault(flag if words_of else argument, []).append(argument)
+    return words_of
 
 
 def _number(values: list[str]) -> float:
@@ -121,17 +121,17 @@ def _kubernetes(values: dict[str, Any]) -> str:
     return f"kubernetes:{values.get('--k8s-namespace', 'default')}/{labels}:{values.get('--k8s-port', 8000)}"
 
 
-def policy_name(given: str) -> str:
+def policy_name(name: str) -> str:
     """Return our name of a policy. Raises `ConfigError` for policies of other routers that lmc does not have."""
-    if given in POLICY_HINTS:
-        raise ConfigError(f"--policy {given}: {POLICY_HINTS[given]}")
-    return OTHER_NAMES.get(given, given)
+    if name in POLICY_HINTS:
+        raise ConfigError(f"--policy {name}: {POLICY_HINTS[name]}")
+    return OTHER_NAMES.get(name, name)
 
 
-def written_options(written: Sequence[str]) -> dict[str, str]:
+def written_options(texts: Sequence[str]) -> dict[str, str]:
     """Return the texts of options `name=value`, by name. Raises `ConfigError` for anything else."""
     options = {}
-    for option in written:
+    for option in texts:
         name, equals, value = option.partition("=")
         if not equals or not name.strip():
             raise ConfigError(f"--option {option} must be a name and a value, such as --option seed=1")
@@ -139,23 +139,23 @@ def written_options(written: Sequence[str]) -> dict[str, str]:
     return options
 
 
-def router_options(given: Mapping[str, Any]) -> RouterOptions:
+def router_options(values: Mapping[str, Any]) -> RouterOptions:
     """Return the router's own options among those given. Raises `ConfigError` for an invalid value."""
     try:
-        return RouterOptions(**{name: given[name] for name in given.keys() & RouterOptions.model_fields.keys()})
+        return RouterOptions(**{name: values[name] for name in values.keys() & RouterOptions.model_fields.keys()})
     except ValidationError as error:
         first = error.errors()[0]
         name = first["loc"][0]
         raise ConfigError(f"--option {name}={first['input']} is invalid: {first['msg'].lower()}") from None
 
 
-def policy_options(policy: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def policy_options(policy: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the policy's options among those given. Raises `ConfigError` for a misspelt option of the router."""
     import yaml
 
     options, names = {}, inspect.signature(policy_class(policy)).parameters
-    for name in given.keys() - RouterOptions.model_fields.keys():
-        value = given[name]
+    for name in values.keys() - RouterOptions.model_fields.keys():
+        value = values[name]
         near = difflib.get_close_matches(name, [*names, *RouterOptions.model_fields], 1, cutoff=0.8)
         if name not in names and near and near[0] not in names:
             raise ConfigError(f"lmc router has no option {name}: did you mean {near[0]}?")
@@ -169,13 +169,13 @@ def policy_options(policy: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def addresses(backends: str, models: str, caches: str, admins: str, kv_events: str) -> list[EngineAddress]:
     """Return the engines of the command line. Raises `ConfigError` if the lists differ in length."""
     urls, columns = items(backends), []
-    listed = {
+    texts = {
         "--static-models": models,
         "--static-caches": caches,
         "--static-admins": admins,
         "--option static_kv_events": kv_events,
     }
-    for flag, text in listed.items():
+    for flag, text in texts.items():
         column = items(text)
         if column and len(column) != len(urls):
             raise ConfigError(
@@ -183,24 +183,25 @@ def addresses(backends: str, models: str, caches: str, admins: str, kv_events: s
             )
         columns.append(column or [""] * len(urls))
     try:
-        found = [
-            address(url, [model] if model else [], *others) for url, model, *others in zip(urls, *columns, strict=True)
+        engines = [
+            address(url, [model] if model else [], *endpoints)
+            for url, model, *endpoints in zip(urls, *columns, strict=True)
         ]
     except InputError as error:
         raise ConfigError(f"--static-backends: {error}") from None
-    names = [one.url for one in found]
+    names = [engine.url for engine in engines]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"--static-backends has {', '.join(sorted(twice))} twice: name each engine once")
-    return found
+        raise ConfigError(f"--static-backends has {', '.join(sorted(twice))} twice: list each engine once")
+    return engines
 
 
-def check_kv_events(name: str, policy: Policy, engines: Engines, where: str) -> None:
+def check_kv_events(name: str, policy: Policy, engines: Engines, source: str) -> None:
     """Raise `ConfigError` if the policy needs KV events and an engine has no address for them."""
     if not policy.needs.kv_events:
         return
-    silent = [one.url for one in engines if not one.address.kv_events]
-    if where and not engines.ports.kv_events and not where.startswith("file:"):  # A file may have each address.
-        silent.append(f"the engines of --discovery {where}")
+    silent = [engine.url for engine in engines if not engine.address.kv_events]
+    if source and not engines.ports.kv_events and not source.startswith("file:"):  # A file may have each address.
+        silent.append(f"the engines of --discovery {source}")
     if silent:
         hint = "start vLLM with --kv-events-config, and set --option kv_events_port=5557 or static_kv_events=tcp://…"
         raise ConfigError(f"--policy {name} needs the KV events of {', '.join(silent)}: {hint}")

@@ -15,7 +15,7 @@ RETRIABLE = (429, 503)  # statuses that are sent with Retry-After
 RETRY_AFTER = b"1"  # seconds
 UPLOAD_SECONDS, UPLOAD_RATE = 30.0, 64 << 10  # a body may take 30 s, and 1 s more for each 64 KiB
 STALLED_SECONDS = 60.0  # a client that reads nothing for this long is disconnected
-KINDS = {
+ERROR_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "NotFoundError",
     408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error",
 }  # fmt: skip
@@ -25,17 +25,17 @@ NOT_SENT_ON = frozenset({
     "transfer-encoding", "upgrade", "host", "content-length", "expect",
 })  # fmt: skip
 NOT_SENT_BACK = NOT_SENT_ON - {"content-length"}
-REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-ENGINE, EXPECTED, REQUEST = "x-lmc-engine", "x-lmc-expected-tokens", "x-request-id"
+REQUEST_ID_PATTERN = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+ENGINE_HEADER, EXPECTED_HEADER, REQUEST_ID_HEADER = "x-lmc-engine", "x-lmc-expected-tokens", "x-request-id"
 
 
 class Refusal(Exception):
     """An error for a client, instead of an engine's answer."""
 
-    def __init__(self, status: int, why: str, parameter: str | None = None) -> None:
+    def __init__(self, status: int, reason: str, parameter: str | None = None) -> None:
         """`parameter` is the invalid field of the request."""
-        super().__init__(why)
-        self.status, self.why, self.parameter = status, why, parameter
+        super().__init__(reason)
+        self.status, self.why, self.parameter = status, reason, parameter
 
 
 class Stalled(Exception):
@@ -45,8 +45,8 @@ class Stalled(Exception):
 class Room:
     """The memory limit for the bodies of all requests together."""
 
-    def __init__(self, most: int) -> None:
-        self.most, self.taken = most, 0
+    def __init__(self, limit: int) -> None:
+        self.most, self.taken = limit, 0
 
     def take(self, size: int) -> None:
         """Reserve `size` bytes. Raises `Refusal` if the limit would be exceeded."""
@@ -68,24 +68,24 @@ class Client:
         self.request_id = ""
         self.status = 499  # of the answer; 499 if the client disconnected before it began
 
-    async def body(self, most: int, room: "Room") -> bytes:
-        """Return the body. Raises `Refusal` if it exceeds `most` bytes, arrives too slowly, or exceeds the room."""
+    async def body(self, max_bytes: int, room: "Room") -> bytes:
+        """Return the body. Raises `Refusal` if it exceeds `max_bytes`, arrives too slowly, or exceeds the room."""
         length = self.headers.get("content-length", "")
-        if length.isdecimal() and int(length) > most:
-            raise Refusal(413, f"request body exceeds {most} bytes")
-        parts, more, began = [], True, asyncio.get_running_loop().time()
+        if length.isdecimal() and int(length) > max_bytes:
+            raise Refusal(413, f"request body exceeds {max_bytes} bytes")
+        parts, unfinished, began = [], True, asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(UPLOAD_SECONDS) as limit:
-                while more:
+                while unfinished:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
                         raise Refusal(499, "the client disconnected")
                     parts.append(message.get("body", b""))
-                    more = message.get("more_body", False)
+                    unfinished = message.get("more_body", False)
                     room.take(len(parts[-1]))
                     self.held += len(parts[-1])
-                    if self.held > most:
-                        raise Refusal(413, f"request body exceeds {most} bytes")
+                    if self.held > max_bytes:
+                        raise Refusal(413, f"request body exceeds {max_bytes} bytes")
                     limit.reschedule(began + UPLOAD_SECONDS + self.held / UPLOAD_RATE)
         except TimeoutError:
             raise Refusal(408, f"request body timed out after {self.held} bytes") from None
@@ -121,7 +121,7 @@ class Client:
         if self._begun:
             return
         error = {
-            "message": refusal.why, "type": KINDS.get(refusal.status, "server_error"), "param": refusal.parameter,
+            "message": refusal.why, "type": ERROR_TYPES.get(refusal.status, "server_error"), "param": refusal.parameter,
             "code": refusal.status,
         }  # fmt: skip
         body = json.dumps({"error": error}).encode()
@@ -147,8 +147,8 @@ def sent_on(
     dropped = NOT_SENT_ON | _of_connection(headers) | without
     sent = CIMultiDict((name, value) for name, value in headers if name not in dropped)
     sent.update(login)
-    given = sent.get(REQUEST, "")
-    sent[REQUEST] = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    client_id = sent.get(REQUEST_ID_HEADER, "")
+    sent[REQUEST_ID_HEADER] = client_id if REQUEST_ID_PATTERN.fullmatch(client_id) else uuid.uuid4().hex
     return sent
 
 
@@ -156,15 +156,19 @@ def sent_back(
     raw: Sequence[tuple[bytes, bytes]], request_id: str, engine: str, expected_tokens: float
 ) -> list[tuple[bytes, bytes]]:
     """Return an engine's headers for the client, with the request id, the engine and the expected tokens."""
-    ours = {REQUEST: request_id, ENGINE: engine, EXPECTED: str(round(expected_tokens))}
-    dropped = NOT_SENT_BACK | _of_connection(read_headers(raw)) | ours.keys()
-    kept = [(name.lower(), value) for name, value in raw if name.decode("latin-1").lower() not in dropped]
-    return [*kept, *((name.encode(), value.encode()) for name, value in ours.items())]
+    router_headers = {
+        REQUEST_ID_HEADER: request_id,
+        ENGINE_HEADER: engine,
+        EXPECTED_HEADER: str(round(expected_tokens)),
+    }
+    dropped = NOT_SENT_BACK | _of_connection(read_headers(raw)) | router_headers.keys()
+    engine_headers = [(name.lower(), value) for name, value in raw if name.decode("latin-1").lower() not in dropped]
+    return [*engine_headers, *((name.encode(), value.encode()) for name, value in router_headers.items())]
 
 
 def _of_connection(headers: Iterable[tuple[str, str]]) -> set[str]:
     """Return the header names that `Connection` lists, which belong to one connection."""
-    return {one.strip().lower() for name, value in headers if name == "connection" for one in value.split(",")}
+    return {item.strip().lower() for name, value in headers if name == "connection" for item in value.split(",")}
 
 
 def _decoded(value: bytes) -> str:

@@ -22,14 +22,14 @@ from lmc.router.prefix_hashes import CHARACTERS_PER_TOKEN, byte_blocks, chained,
 Find = Callable[[str, str, str], tuple[str, int] | None]
 
 ROLE = "\0"  # encloses the role of a message in the text of a conversation
-BLOCK_LETTERS = 512  # characters of a block where tokens are unknown
+BLOCK_CHARACTERS = 512  # characters of a block where tokens are unknown
 BLOCK_TOKENS = 128  # tokens of a block where they are known
-RATE_MEMORY = 0.05  # weight of the last answer in the measured characters per token
-LEAST_RATE, GREATEST_RATE = 0.5, 12.0  # characters per token; values beyond are not from text
+CHARACTER_RATE_WEIGHT = 0.05  # weight of the last answer in the measured characters per token
+MIN_RATE, MAX_RATE = 0.5, 12.0  # characters per token; values beyond are not from text
 MAX_SCOPES = 10_000  # whose characters per token are remembered
 # Limits for the part of a prompt that is read. No engine takes more, and cutting must not delay other requests.
-MOST_TOKENS, MOST_LETTERS, MOST_DOCUMENTS = 1_000_000, 4_000_000, 1000
-SEARCHED_LETTERS = 30_000_000  # characters searched for the documents that a request names
+MAX_TOKENS, MAX_CHARACTERS, MAX_DOCUMENTS = 1_000_000, 4_000_000, 1000
+MAX_SEARCHED_CHARACTERS = 30_000_000  # characters searched for the documents that a request names
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +71,11 @@ class Cutter:
 
     def cut(self, request: PromptRequest) -> Cut:
         """Return the parts of a request's prompt."""
-        seed, rate = xxhash.xxh3_64_intdigest(encoded(request.scope)), self.letters_a_token(request.scope)
+        seed, rate = xxhash.xxh3_64_intdigest(encoded(request.scope)), self.characters_per_token(request.scope)
         if request.tokens and request.text:
             rate = len(request.text) / len(request.tokens)
         if request.tokens is not None and (request.model in self.markers or not request.text):
-            cut = request.tokens[:MOST_TOKENS]
+            cut = request.tokens[:MAX_TOKENS]
             packed = array("I", cut).tobytes()
             tokens, documents = float(len(request.tokens)), self._by_tokens(request.model, cut, packed, seed)
             if request.documents and request.text:  # They have no separators around them.
@@ -83,13 +83,13 @@ class Cutter:
             content, size, block_tokens = packed, 4 * BLOCK_TOKENS, float(BLOCK_TOKENS)
         else:
             tokens, documents = max(1.0, len(request.text) / rate), self._by_text(request, seed, rate)
-            content = request.text[:MOST_LETTERS].encode(
+            content = request.text[:MAX_CHARACTERS].encode(
                 "utf-32-le", "surrogatepass"
             )  # 4 bytes per character, as per token
-            size, block_tokens = 4 * BLOCK_LETTERS, BLOCK_LETTERS / rate
+            size, block_tokens = 4 * BLOCK_CHARACTERS, BLOCK_CHARACTERS / rate
         return Cut(
             tokens=tokens,
-            documents=tuple(islice(documents, MOST_DOCUMENTS)),
+            documents=tuple(islice(documents, MAX_DOCUMENTS)),
             blocks=tuple(chained(byte_blocks(content, size), request.scope)),
             block_tokens=block_tokens,
             tenant=tenant(request),
@@ -99,15 +99,15 @@ class Cutter:
         """Return the special string that a model's engines reported, or that of the settings."""
         return self.special_strings.get(model, self.special_string)
 
-    def letters_a_token(self, scope: str) -> float:
+    def characters_per_token(self, scope: str) -> float:
         """Return the estimated characters per token of a model and a tenant."""
         return self.rates.get(scope, CHARACTERS_PER_TOKEN)
 
-    def counted(self, scope: str, letters: int, tokens: int) -> None:
+    def counted(self, scope: str, characters: int, tokens: int) -> None:
         """Update the estimated characters per token of a scope with the token count of a text."""
-        if letters > 0 and tokens > 0:
-            rate, measured = self.letters_a_token(scope), min(max(letters / tokens, LEAST_RATE), GREATEST_RATE)
-            self.rates[scope] = rate + (measured - rate) * RATE_MEMORY
+        if characters > 0 and tokens > 0:
+            rate, measured = self.characters_per_token(scope), min(max(characters / tokens, MIN_RATE), MAX_RATE)
+            self.rates[scope] = rate + (measured - rate) * CHARACTER_RATE_WEIGHT
             self.rates.move_to_end(scope)
             if len(self.rates) > MAX_SCOPES:
                 self.rates.popitem(last=False)
@@ -124,19 +124,19 @@ class Cutter:
             stripped = part.strip()
             if stripped and ROLE not in stripped:
                 key = xxhash.xxh3_128_digest(encoded(stripped), seed=seed)
-                known = self.find and self.find(request.model, part, request.salt)
-                digest, tokens = known or ("", len(stripped) / rate)
+                tokenized = self.find and self.find(request.model, part, request.salt)
+                digest, tokens = tokenized or ("", len(stripped) / rate)
                 yield CutDocument(key, tokens, stop / rate, digest)
 
     def _parts(self, request: PromptRequest) -> list[tuple[str, int]]:
         """Return the texts that may be documents, with their ends in the prompt."""
-        whole = request.text[:MOST_LETTERS]
+        prompt = request.text[:MAX_CHARACTERS]
         if request.documents:
-            named = request.documents[: min(MOST_DOCUMENTS, SEARCHED_LETTERS // (len(whole) + 1))]
-            found = [(text, whole.find(text)) for text in named]
-            return [(text, at + len(text)) for text, at in found if at >= 0]
+            named = request.documents[: min(MAX_DOCUMENTS, MAX_SEARCHED_CHARACTERS // (len(prompt) + 1))]
+            positions = [(text, prompt.find(text)) for text in named]
+            return [(text, at + len(text)) for text, at in positions if at >= 0]
         bare, parts, at = self.special_string_of(request.model).strip(), [], 0
-        for piece in whole.split(bare, MOST_DOCUMENTS + 1):
+        for piece in prompt.split(bare, MAX_DOCUMENTS + 1):
             at += len(piece)
             parts.append((piece, at))
             at += len(bare)

@@ -18,36 +18,36 @@ from lmc.router.watch import Discovery
 
 API_TIMEOUT = aiohttp.ClientTimeout(total=30.0)
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # directory of a pod's token
-FIELDS = set(EngineAddress._fields)  # of an engine in a file
-HINT = "use file:/path/engines.yaml, dns:host:port, or kubernetes:namespace/label=value:port"
+ENGINE_FIELDS = set(EngineAddress._fields)  # of an engine in a file
+DISCOVERY_HINT = "use file:/path/engines.yaml, dns:host:port, or kubernetes:namespace/label=value:port"
 
 
-def discovery(where: str) -> Discovery:
-    """Return the function that finds engines at `where`. Raises `ConfigError` if `where` is invalid."""
-    kind, _, rest = where.partition(":")
+def discovery(source: str) -> Discovery:
+    """Return the function that finds engines in a `source`. Raises `ConfigError` if it is invalid."""
+    kind, _, rest = source.partition(":")
     if kind == "file" and rest:
         return lambda _: asyncio.to_thread(in_file, Path(rest.removeprefix("//")))
-    place, _, port = rest.rpartition(":")
-    if place and port.isdecimal():
+    target, _, port = rest.rpartition(":")
+    if target and port.isdecimal():
         if kind == "dns":
-            return lambda _: in_dns(place, int(port))
-        namespace, _, labels = place.partition("/")
+            return lambda _: in_dns(target, int(port))
+        namespace, _, labels = target.partition("/")
         if kind == "kubernetes" and namespace and labels:
             return lambda session: in_kubernetes(session, namespace, labels, int(port))
-    raise ConfigError(f"--discovery {where} is invalid: {HINT}")
+    raise ConfigError(f"--discovery {source} is invalid: {DISCOVERY_HINT}")
 
 
 def in_file(path: Path) -> Collection[EngineAddress]:
-    """Return the engines of a YAML file: a list of URLs, or of mappings of `FIELDS`. Raises `InputError`."""
+    """Return the engines of a YAML file: a list of URLs, or of mappings of `ENGINE_FIELDS`. Raises `InputError`."""
     try:
-        found = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is not YAML'}") from None
     addresses = []
-    for one in found if isinstance(found, list) else [found]:
-        entry = {"url": one} if isinstance(one, str) else one
-        if not isinstance(entry, dict) or not isinstance(entry.get("url"), str) or entry.keys() - FIELDS:
-            raise InputError(f"{path} must be a list of URLs, or of mappings of {', '.join(sorted(FIELDS))}")
+    for item in content if isinstance(content, list) else [content]:
+        entry = {"url": item} if isinstance(item, str) else item
+        if not isinstance(entry, dict) or not isinstance(entry.get("url"), str) or entry.keys() - ENGINE_FIELDS:
+            raise InputError(f"{path} must be a list of URLs, or of mappings of {', '.join(sorted(ENGINE_FIELDS))}")
         models = [str(name) for name in entry.get("models") or ()]
         texts = (str(entry.get(name) or "") for name in ("cache", "admin", "kv_events"))
         addresses.append(address(entry["url"], models, *texts))
@@ -56,9 +56,12 @@ def in_file(path: Path) -> Collection[EngineAddress]:
 
 async def in_dns(host: str, port: int) -> Collection[EngineAddress]:
     """Return an engine for each address of a name, such as a headless service of Kubernetes."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    hosts = sorted({str(entry[4][0]) for entry in found})
-    return [address(f"http://[{one}]:{port}" if ":" in one else f"http://{one}:{port}") for one in hosts]
+    infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    hosts = sorted({str(entry[4][0]) for entry in infos})
+    return [
+        address(f"http://[{address_text}]:{port}" if ":" in address_text else f"http://{address_text}:{port}")
+        for address_text in hosts
+    ]
 
 
 async def in_kubernetes(
@@ -78,16 +81,18 @@ async def in_kubernetes(
     selected = f"pods?labelSelector={quote(labels, safe='')}"
     url = URL(f"{scheme}://{host}:{api}/api/v1/namespaces/{quote(namespace)}/{selected}", encoded=True)
     headers = {"authorization": f"Bearer {token}"}
-    async with session.get(url, headers=headers, ssl=trusted, timeout=API_TIMEOUT) as answer:
-        if answer.status != 200:
-            raise InputError(f"the Kubernetes API answered {answer.status} {answer.reason}")
-        pods = (await answer.json())["items"]
-    found = []
+    async with session.get(url, headers=headers, ssl=trusted, timeout=API_TIMEOUT) as response:
+        if response.status != 200:
+            raise InputError(f"the Kubernetes API answered {response.status} {response.reason}")
+        pods = (await response.json())["items"]
+    engines = []
     for pod in pods:
         status, labelled = pod.get("status", {}), pod.get("metadata", {}).get("labels", {})
-        ready = any(one["type"] == "Ready" and one["status"] == "True" for one in status.get("conditions", ()))
+        ready = any(
+            condition["type"] == "Ready" and condition["status"] == "True" for condition in status.get("conditions", ())
+        )
         if ready and status.get("podIP") and not pod["metadata"].get("deletionTimestamp"):
             shared = labelled.get("lmc/cache", "")
             cache = f"{shared}@{pod['spec'].get('nodeName', '')}" if shared else ""
-            found.append(address(f"http://{status['podIP']}:{port}", cache=cache))
-    return found
+            engines.append(address(f"http://{status['podIP']}:{port}", cache=cache))
+    return engines

@@ -74,8 +74,8 @@ class DocumentIndex:
 
     def find(self, cache: str, documents: Sequence[CutDocument], tenant: str = "") -> list[Found]:
         """Return what is known about a tenant's documents in a cache."""
-        known = self._caches.get(cache)
-        return known.find(documents, tenant, self._clock()) if known else [NOTHING] * len(documents)
+        contents = self._caches.get(cache)
+        return contents.find(documents, tenant, self._clock()) if contents else [NOTHING] * len(documents)
 
     def answered(self, cache: str, tenant: str, assumed: float, reused: float, places: Mapping[str, int]) -> None:
         """Learn from an answer how many of a tenant's assumed document tokens were reused.
@@ -95,41 +95,41 @@ class DocumentIndex:
 
     def beginning(self, cache: str, cut: Cut) -> Beginning:
         """Return what is known about the beginning of a prompt in a cache, from what was routed there."""
-        known = self._caches.get(cache)
-        if known is None or not (sent := known.prefix(cut)):
+        contents = self._caches.get(cache)
+        if contents is None or not (sent := contents.prefix(cut)):
             return NO_BEGINNING
-        long_ago = known.prefix_until(cut, sent, self._clock() - LEARNING_SECONDS)
-        certainty = known.beginnings.of(cut.tenant).certainty
-        return Beginning(sent * cut.block_tokens, certainty, long_ago * cut.block_tokens)
+        learned_blocks = contents.prefix_until(cut, sent, self._clock() - LEARNING_SECONDS)
+        certainty = contents.beginnings.of(cut.tenant).certainty
+        return Beginning(sent * cut.block_tokens, certainty, learned_blocks * cut.block_tokens)
 
     def prefix(self, cache: str, cut: Cut, within: float) -> float:
         """Return the tokens of a prompt's beginning that were routed to a cache in the last `within` seconds."""
-        known = self._caches.get(cache)
-        return known.prefix(cut, self._clock() - within) * cut.block_tokens if known else 0.0
+        contents = self._caches.get(cache)
+        return contents.prefix(cut, self._clock() - within) * cut.block_tokens if contents else 0.0
 
     def oldest(self, cache: str) -> float:
         """Return when the beginning that is evicted next was last used; minus infinity if nothing is evicted."""
-        known = self._caches.get(cache)
-        return known.oldest if known else float("-inf")
+        contents = self._caches.get(cache)
+        return contents.oldest if contents else float("-inf")
 
     def room(self, cache: str) -> float:
         """Return the tokens of documents that a cache can take before it evicts others."""
-        known = self._caches.get(cache)
-        return known.room if known else self._cache_tokens
+        contents = self._caches.get(cache)
+        return contents.room if contents else self._cache_tokens
 
     def note(self, cache: str, cut: Cut) -> TakeBack:
         """Record that a prompt was routed to a cache. Returns a function that undoes this."""
         return self._of(cache).note(cut, self._clock())
 
-    def moved(self, cache: str, told: Told, medium: str, *, stored: bool, source: str = "") -> None:
+    def moved(self, cache: str, document: Told, medium: str, *, stored: bool, source: str = "") -> None:
         """Apply an event of the engine `source`: a document was stored on a medium or removed from it."""
-        self._of(cache).moved(told, medium, self._clock(), stored=stored, source=source)
+        self._of(cache).moved(document, medium, self._clock(), stored=stored, source=source)
 
     def listed(self, cache: str, documents: Iterable[tuple[Told, str]], source: str = "") -> None:
         """Replace what the engine `source` reported: the documents in a cache with their media."""
         listing = self._of(cache).told[source] = {}
-        for told, medium in documents:
-            listing.setdefault(told, set()).add(medium)
+        for document, medium in documents:
+            listing.setdefault(document, set()).add(medium)
 
     def untold(self, cache: str, source: str = "") -> None:
         """Drop what an engine reported about a cache, because some of its events are lost.
@@ -139,10 +139,14 @@ class DocumentIndex:
         if cache in self._caches:
             self._caches[cache].told.pop(source, None)
 
-    def told(self, cache: str) -> dict[Told, set[str]]:
+    def document(self, cache: str) -> dict[Told, set[str]]:
         """Return the documents that engines reported in a cache, with their media."""
-        known = self._caches.get(cache)
-        return {told: known.media(told) for of in known.told.values() for told in of} if known else {}
+        contents = self._caches.get(cache)
+        return (
+            {document: contents.media(document) for listing in contents.told.values() for document in listing}
+            if contents
+            else {}
+        )
 
     def is_told(self, cache: str) -> bool:
         """Return whether an engine reports the documents of a cache. Otherwise its contents are assumed."""
@@ -150,15 +154,15 @@ class DocumentIndex:
 
     def sizes(self, cache: str) -> dict[str, int]:
         """Return the number of entries of a cache by kind."""
-        known = self._caches.get(cache)
-        return known.sizes() if known else {}
+        contents = self._caches.get(cache)
+        return contents.sizes() if contents else {}
 
     def forget(self, cache: str) -> None:
         """Drop all entries of a cache."""
         self._caches.pop(cache, None)
 
     def __len__(self) -> int:
-        return sum(sum(known.sizes().values()) for known in self._caches.values())
+        return sum(sum(contents.sizes().values()) for contents in self._caches.values())
 
     def _of(self, cache: str) -> "_Cache":
         if cache not in self._caches:
@@ -218,21 +222,21 @@ class _Cache:
         self._blocks.resize(tokens * PREFIX_SHARE)
 
     def find(self, documents: Sequence[CutDocument], tenant: str, now: float) -> list[Found]:
-        found, is_told = [], bool(self.told)
+        results, is_told = [], bool(self.told)
         for document in documents:
             if is_told and document.digest:
-                found.append(self._find_told(document, tenant, now))
-            elif (came := self._sent.get(tenant, document.key)) is None:
-                found.append(NOTHING)
+                results.append(self._find_told(document, tenant, now))
+            elif (arrived := self._sent.get(tenant, document.key)) is None:
+                results.append(NOTHING)
             else:  # A recent one may not be learned yet, which shows nothing about others.
-                found.append(self.documents.of(tenant)._replace(is_assumed=now - came >= LEARNING_SECONDS))
-        return found
+                results.append(self.documents.of(tenant)._replace(is_assumed=now - arrived >= LEARNING_SECONDS))
+        return results
 
     def _find_told(self, document: CutDocument, tenant: str, now: float) -> Found:
-        told = Told(tenant, document.digest)
-        if media := self.media(told):
+        reported = Told(tenant, document.digest)
+        if media := self.media(reported):
             return Found(1.0, max(WEIGHTS.get(medium, 0.0) for medium in media))
-        on_its_way = self._came(tenant, document.key) > max(now - LEARNING_SECONDS, self._left.get(told, 0.0))
+        on_its_way = self._came(tenant, document.key) > max(now - LEARNING_SECONDS, self._left.get(reported, 0.0))
         return COMING if on_its_way else NOTHING
 
     def prefix(self, cut: Cut, since: float = float("-inf")) -> int:
@@ -249,45 +253,45 @@ class _Cache:
     def note(self, cut: Cut, now: float) -> TakeBack:
         tenant = cut.tenant
         new = [document.key for document in cut.documents if self._sent.get(tenant, document.key) is None]
-        came_before = {block: sent[0] for block in cut.blocks if (sent := self._blocks.get(tenant, block))}
+        earlier_blocks = {block: sent[0] for block in cut.blocks if (sent := self._blocks.get(tenant, block))}
         for document in cut.documents:
-            came = self._came(tenant, document.key)
-            again = came <= self._left.get(Told(tenant, document.digest), float("-inf"))
+            arrived = self._came(tenant, document.key)
+            was_evicted = arrived <= self._left.get(Told(tenant, document.digest), float("-inf"))
             room = ceil(document.tokens / self._chunk_tokens) * self._chunk_tokens
-            self._sent.put(tenant, document.key, room, now if again else came)
+            self._sent.put(tenant, document.key, room, now if was_evicted else arrived)
         for block in reversed(cut.blocks):  # The end of a prompt is evicted first.
-            self._blocks.put(tenant, block, cut.block_tokens, (came_before.get(block, now), now))
+            self._blocks.put(tenant, block, cut.block_tokens, (earlier_blocks.get(block, now), now))
 
         def take_back() -> None:
             for key in new:
                 self._sent.drop(tenant, key)
             for block in cut.blocks:
-                if block not in came_before:
+                if block not in earlier_blocks:
                     self._blocks.drop(tenant, block)
 
         return take_back
 
     def _came(self, tenant: str, key: bytes) -> float:
         """Return when a document arrived; minus infinity if it did not."""
-        came = self._sent.get(tenant, key)
-        return float("-inf") if came is None else came
+        arrived = self._sent.get(tenant, key)
+        return float("-inf") if arrived is None else arrived
 
-    def media(self, told: Told) -> set[str]:
-        return set().union(*(of[told] for of in self.told.values() if told in of))
+    def media(self, document: Told) -> set[str]:
+        return set().union(*(listing[document] for listing in self.told.values() if document in listing))
 
-    def moved(self, told: Told, medium: str, now: float, *, stored: bool, source: str) -> None:
+    def moved(self, document: Told, medium: str, now: float, *, stored: bool, source: str) -> None:
         if source not in self.told:
             return  # Without a listing, other documents would be unknown.
         listing = self.told[source]
-        media = listing.setdefault(told, set())
+        media = listing.setdefault(document, set())
         (media.add if stored else media.discard)(medium)
         if not media:
-            del listing[told]
-        if not self.media(told):
-            self._left[told] = now
+            del listing[document]
+        if not self.media(document):
+            self._left[document] = now
             while len(self._left) > MAX_EVICTED:
                 del self._left[next(iter(self._left))]
 
     def sizes(self) -> dict[str, int]:
-        told = sum(map(len, self.told.values()))
-        return {"documents told": told, "documents sent": len(self._sent), "beginnings sent": len(self._blocks)}
+        reported = sum(map(len, self.told.values()))
+        return {"documents reported": reported, "documents sent": len(self._sent), "beginnings sent": len(self._blocks)}

@@ -1,4 +1,4 @@
-"""The engines behind a router: their addresses, health, load and circuit breakers."""
+"""The engines of a router: their addresses, health, load and circuit breakers."""
 
 import asyncio
 import errno
@@ -14,14 +14,14 @@ from lmc.errors import InputError
 from lmc.http.client import with_scheme
 from lmc.router.policy import Candidate
 
-FAILURES = 3  # failed requests in a row that open the circuit breaker
+BREAKER_FAILURES = 3  # failed requests in a row that open the circuit breaker
 FAILED_CHECKS = 3  # failed health checks in a row that abort an engine's requests
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds that a breaker is open; each failed trial doubles them
-USUAL_RATE = 10_000.0  # tokens per second, until any engine has been measured
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 30.0  # seconds that a breaker is open; each failed trial doubles them
+DEFAULT_RATE = 10_000.0  # tokens per second, until any engine has been measured
 MEASURED_TOKENS = 256  # smaller prompts are not measured, because every request has a fixed overhead
-ALIKE = 1.5  # rates within this factor count as equal, because measured rates vary as much
+EQUAL_RATE_FACTOR = 1.5  # rates within this factor count as equal, because measured rates vary as much
 KV_EVENTS = re.compile(r"tcp://\S+:\d{1,5}|(ipc|inproc)://\S+")
-RATE_MEMORY = 0.1  # weight of the last request in a measured rate
+RATE_WEIGHT = 0.1  # weight of the last request in a measured rate
 
 
 class EngineAddress(NamedTuple):
@@ -38,13 +38,13 @@ def address(
     url: str, models: Collection[str] = (), cache: str = "", admin: str = "", kv_events: str = ""
 ) -> EngineAddress:
     """Return an engine's address. Raises `InputError` if `url`, `admin` or `kv_events` is invalid."""
-    for one in kv_events.strip().split("+") if kv_events.strip() else ():
-        if not KV_EVENTS.fullmatch(one):
+    for part in kv_events.strip().split("+") if kv_events.strip() else ():
+        if not KV_EVENTS.fullmatch(part):
             raise InputError(
                 f"{kv_events!r} is not an address of KV events: use tcp://host:5557, or two addresses joined by +"
             )
-    asked = _checked(with_scheme(admin.strip())) if admin.strip() else ""
-    return EngineAddress(_checked(url).removesuffix("/v1"), frozenset(models), cache, asked, kv_events.strip())
+    admin_url = _checked(with_scheme(admin.strip())) if admin.strip() else ""
+    return EngineAddress(_checked(url).removesuffix("/v1"), frozenset(models), cache, admin_url, kv_events.strip())
 
 
 class EnginePorts(NamedTuple):
@@ -54,19 +54,19 @@ class EnginePorts(NamedTuple):
     kv_events: int = 0
     kv_replay: int = 0
 
-    def completed(self, given: EngineAddress) -> EngineAddress:
+    def completed(self, address: EngineAddress) -> EngineAddress:
         """Return an address with missing endpoints filled in, at the engine's host and these ports."""
-        host = urlsplit(given.url).hostname or ""
+        host = urlsplit(address.url).hostname or ""
         host = f"[{host}]" if ":" in host else host
         admin = f"http://{host}:{self.admin}" if self.admin else ""
         events = "+".join(f"tcp://{host}:{port}" for port in (self.kv_events, self.kv_replay) if port)
-        return given._replace(admin=given.admin or admin, kv_events=given.kv_events or events)
+        return address._replace(admin=address.admin or admin, kv_events=address.kv_events or events)
 
 
 def _checked(url: str) -> str:
     parts = urlsplit(url.strip())
     try:
-        right = (
+        valid = (
             url.strip().isprintable()
             and " " not in url.strip()
             and parts.scheme in ("http", "https")
@@ -75,8 +75,8 @@ def _checked(url: str) -> str:
             and not parts.query
         )
     except ValueError:  # a port that is not a number
-        right = False
-    if not right or parts.username:
+        valid = False
+    if not valid or parts.username:
         raise InputError(f"{url!r} is not the URL of an engine: use one such as http://host:8000")
     return url.strip().rstrip("/")
 
@@ -97,37 +97,37 @@ class EngineBreaker:
     """
 
     failures: int = 0  # in a row
-    pause: float = FIRST_PAUSE
+    pause: float = FIRST_PAUSE_SECONDS
     until: float = 0.0  # when it may be tried again
     trying: bool = False  # whether a request is trying it
 
     def state(self, now: float) -> str:
         """Return `closed` (requests pass), `open` (none passes), or `half-open` (one trial passes)."""
-        if self.failures < FAILURES:
+        if self.failures < BREAKER_FAILURES:
             return "closed"
         return "half-open" if now >= self.until and not self.trying else "open"
 
     def sent(self) -> bool:
         """Count a request, and return whether it is the trial of a half-open breaker."""
-        self.trying = self.failures >= FAILURES
+        self.trying = self.failures >= BREAKER_FAILURES
         return self.trying
 
     def succeeded(self) -> None:
         """Record a success, which closes the breaker."""
-        self.failures, self.pause, self.trying = 0, FIRST_PAUSE, False
+        self.failures, self.pause, self.trying = 0, FIRST_PAUSE_SECONDS, False
 
     def passed(self) -> None:
         """Record a passed health check: a trial may start at once, and a running trial closes the breaker."""
         self.until = 0.0
         if self.trying:  # The engine is up and computing. The next failure opens the breaker again.
-            self.failures, self.trying = FAILURES - 1, False
+            self.failures, self.trying = BREAKER_FAILURES - 1, False
 
     def failed(self, now: float, *, trial: bool = False) -> None:
         """Record a failure, of a trial or any other request."""
         self.failures += 1
         if trial:
-            self.pause = min(2 * self.pause, LONGEST_PAUSE)
-        if trial or self.failures == FAILURES:
+            self.pause = min(2 * self.pause, MAX_PAUSE_SECONDS)
+        if trial or self.failures == BREAKER_FAILURES:
             self.until = now + self.pause
 
     def ended(self, *, trial: bool) -> None:
@@ -188,7 +188,7 @@ class Engine:
         """Update the measured rate with a request that was alone at the engine."""
         if tokens >= MEASURED_TOKENS and seconds > 0:
             rate = tokens / seconds
-            self.rate += (rate - self.rate) * (RATE_MEMORY if self.rate else 1.0)
+            self.rate += (rate - self.rate) * (RATE_WEIGHT if self.rate else 1.0)
 
 
 class Engines:
@@ -214,13 +214,13 @@ class Engines:
 
     def add(self, new: EngineAddress) -> Engine:
         """Add an engine, or replace the address of an engine with this URL and end its draining."""
-        new, known = self.ports.completed(new), self._engines.get(new.url)
-        if known is None:
-            known = self._engines[new.url] = Engine(new, Candidate(new.url, cache=new.cache), new.models)
-        elif known.address != new:
-            known.address, known.models, known.candidate.cache = new, new.models, new.cache or new.url
-        known.draining = False
-        return known
+        new, engine = self.ports.completed(new), self._engines.get(new.url)
+        if engine is None:
+            engine = self._engines[new.url] = Engine(new, Candidate(new.url, cache=new.cache), new.models)
+        elif engine.address != new:
+            engine.address, engine.models, engine.candidate.cache = new, new.models, new.cache or new.url
+        engine.draining = False
+        return engine
 
     def remove(self, url: str) -> None:
         """Remove an engine. Its requests in flight continue."""
@@ -229,11 +229,11 @@ class Engines:
 
     def models(self) -> list[str]:
         """Return the models of all healthy engines that are not draining."""
-        return sorted({model for one in self for model in one.models if one.healthy and not one.draining})
+        return sorted({model for engine in self for model in engine.models if engine.healthy and not engine.draining})
 
     def knows(self, model: str) -> bool:
         """Return whether any engine serves a model, or may serve it."""
-        return any(one.serves(model) for one in self._engines.values())
+        return any(engine.serves(model) for engine in self._engines.values())
 
     def candidates(self, model: str, without: Collection[str] = ()) -> list[Candidate]:
         """Return the engines that may get a request for a model; an empty name stands for any model.
@@ -242,23 +242,26 @@ class Engines:
         Likewise, engines that the last lookup missed are returned only if there are no others.
         """
         now = self._clock()
-        usual = median([one.rate for one in self._engines.values() if one.rate] or [USUAL_RATE])
-        found = [
-            one
-            for one in self._engines.values()
-            if one.serves(model) and not one.draining and one.url not in without and one.breaker.state(now) != "open"
+        usual = median([engine.rate for engine in self._engines.values() if engine.rate] or [DEFAULT_RATE])
+        engines = [
+            engine
+            for engine in self._engines.values()
+            if engine.serves(model)
+            and not engine.draining
+            and engine.url not in without
+            and engine.breaker.state(now) != "open"
         ]
-        for one in found:
-            alike = not one.rate or usual / ALIKE < one.rate < usual * ALIKE
-            one.candidate.rate = usual if alike else one.rate
-        up = [one for one in found if one.healthy] or found
-        up = [one for one in up if model in one.models] or up  # engines with unknown models come last
-        return [one.candidate for one in [one for one in up if not one.missing] or up]
+        for engine in engines:
+            is_usual = not engine.rate or usual / EQUAL_RATE_FACTOR < engine.rate < usual * EQUAL_RATE_FACTOR
+            engine.candidate.rate = usual if is_usual else engine.rate
+        up = [engine for engine in engines if engine.healthy] or engines
+        up = [engine for engine in up if model in engine.models] or up  # engines with unknown models come last
+        return [engine.candidate for engine in [engine for engine in up if not engine.missing] or up]
 
     def sent(self, url: str, cost: float) -> Engine:
         """Count a request with an expected cost in tokens at an engine."""
-        one = self._engines[url]
-        one.requests += 1
-        one.candidate.load += 1
-        one.candidate.backlog += cost
-        return one
+        engine = self._engines[url]
+        engine.requests += 1
+        engine.candidate.load += 1
+        engine.candidate.backlog += cost
+        return engine

@@ -60,12 +60,12 @@ class EventStream:
             context = Context.instance()  # shared by all engines, because each context has a thread
             socket = opened.enter_context(_connected(context, SUB, self._address))
             socket.subscribe(self._topic)
-            kept = await self._replayed(context, 0)
-            if kept is not None:  # Batches published before the first one arrives can be replayed too.
-                self._next, self._last = (kept[-1][0] + 1, kept[-1][1]) if kept else (0, b"")
-            if not self._from_start or not kept or kept[0][0] != 0:
+            replayed = await self._replayed(context, 0)
+            if replayed is not None:  # Batches published before the first one arrives can be replayed too.
+                self._next, self._last = (replayed[-1][0] + 1, replayed[-1][1]) if replayed else (0, b"")
+            if not self._from_start or not replayed or replayed[0][0] != 0:
                 yield Lost()
-            for number, payload in (kept or ()) if self._from_start else ():
+            for number, payload in (replayed or ()) if self._from_start else ():
                 yield self._taken(number, payload)
             while True:
                 frames = await socket.recv_multipart() if await socket.poll(self._quiet) else None
@@ -97,13 +97,13 @@ class EventStream:
         elif not self._next and not (replayed and replayed[0][0]):
             pass  # Nothing had been published at the start.
         elif number is None and replayed is None:
-            return  # There is no replay.
+            return  # The publisher offers no replay.
         else:
             yield Lost()
             self._next, replayed = None, await self._replayed(context, 0)
         while replayed:
-            for one in replayed:
-                yield self._taken(*one)
+            for batch in replayed:
+                yield self._taken(*batch)
             if number is None or self._next is None or number <= self._next:
                 break
             replayed = await self._replayed(context, self._next)  # A publisher drops batches when its queue is full.

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
-SPARE = 64  # stale heap entries that are kept before the heap is rebuilt
+MAX_STALE_ENTRIES = 64  # stale heap entries that are kept before the heap is rebuilt
 
 
 class FairLru(Generic[K, V]):
@@ -56,7 +56,7 @@ class FairLru(Generic[K, V]):
     def drop_values(self, value: V) -> None:
         """Remove all entries with a value."""
         for owner, entries in list(self._entries.items()):
-            for key in [key for key, (_, kept) in entries.items() if kept == value]:
+            for key in [key for key, (_, stored) in entries.items() if stored == value]:
                 self.drop(owner, key)
 
     def resize(self, room: float) -> None:
@@ -64,15 +64,15 @@ class FairLru(Generic[K, V]):
         self._total = room
         self._shrink()
 
-    def _weigh(self, owner: str, more: float) -> None:
-        self._used += more
-        self._weights[owner] = self._weights.get(owner, 0.0) + more
+    def _weigh(self, owner: str, change: float) -> None:
+        self._used += change
+        self._weights[owner] = self._weights.get(owner, 0.0) + change
         if self._entries[owner]:
             heapq.heappush(self._heaviest, (-self._weights[owner], owner))
         else:  # Sums of floats are inexact; without entries, the weight is 0.
             self._used -= self._weights.pop(owner)
             del self._entries[owner]
-        if len(self._heaviest) > 2 * len(self._weights) + SPARE:
+        if len(self._heaviest) > 2 * len(self._weights) + MAX_STALE_ENTRIES:
             self._heaviest = [(-weight, owner) for owner, weight in self._weights.items()]
             heapq.heapify(self._heaviest)
 

@@ -30,8 +30,8 @@ from lmc.storage.places import place_of
 log = logging.getLogger(__name__)
 
 TOPIC = "lmc.documents"
-RETRY_SECONDS = 5.0
-STORED, REMOVED = "DocumentStored", "DocumentRemoved"
+FOLLOW_RETRY_SECONDS = 5.0
+STORED_EVENT, REMOVED_EVENT = "DocumentStored", "DocumentRemoved"
 Lag = Callable[[str, float], None]  # called with an engine, and the age of a batch of its events in seconds
 ADMIN_TIMEOUT = aiohttp.ClientTimeout(total=30.0)
 Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -62,9 +62,12 @@ class Follower:
             except (aiohttp.ClientError, OSError, ValueError, TypeError, KeyError) as error:
                 reason = error or type(error).__name__
                 log.warning(
-                    "lmc router: reading documents of %s from %s failed: %s", engine.url, engine.address.admin, reason
+                    "lmc router: could not read the documents of %s from %s: %s",
+                    engine.url,
+                    engine.address.admin,
+                    reason,
                 )
-            await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(FOLLOW_RETRY_SECONDS)
 
     async def _follow(self, engine: Engine, index: DocumentIndex) -> None:
         facts = await self._ask(engine, "/v1/routing")
@@ -95,11 +98,11 @@ class Follower:
             index.untold(cache, engine.url)
 
     async def _listing(self, engine: Engine) -> list[tuple[Told, str]]:
-        found = await self._ask(engine, f"/v1/documents?limit={1 << 30}")
+        listing = await self._ask(engine, f"/v1/documents?limit={1 << 30}")
         return [
-            (Told(one["tenant"], one["digest"]), medium)
-            for one in found["documents"]
-            for place in one["places"]
+            (Told(document["tenant"], document["digest"]), medium)
+            for document in listing["documents"]
+            for place in document["places"]
             if (medium := place_of(place).medium)
         ]
 
@@ -108,17 +111,17 @@ class Follower:
         self._lag(engine.url, max(0.0, time.time() - sent))
         for event in events:
             kind = event.get("type")
-            if kind in (STORED, REMOVED):
-                told = Told(str(event["tenant"]), str(event["digest"]))
-                medium, stored = str(event["medium"]), kind == STORED
-                index.moved(cache, told, medium, stored=stored, source=engine.url)
+            if kind in (STORED_EVENT, REMOVED_EVENT):
+                document = Told(str(event["tenant"]), str(event["digest"]))
+                medium, stored = str(event["medium"]), kind == STORED_EVENT
+                index.moved(cache, document, medium, stored=stored, source=engine.url)
 
     async def _ask(self, engine: Engine, path: str) -> Any:
         url = engine.address.admin + path
-        async with self._session.get(url, headers=self._headers, timeout=ADMIN_TIMEOUT) as answer:
-            if answer.status != 200:
-                raise InputError(f"{url} answers {answer.status} {answer.reason}")
-            return msgspec.json.decode(await answer.read())
+        async with self._session.get(url, headers=self._headers, timeout=ADMIN_TIMEOUT) as response:
+            if response.status != 200:
+                raise InputError(f"{url} answered {response.status} {response.reason}")
+            return msgspec.json.decode(await response.read())
 
 
 def _adopt(cutter: Cutter, engine: Engine, facts: Mapping[str, Any]) -> None:
@@ -198,7 +201,7 @@ class BlockEvents:
                 self._apply(event)
         except msgspec.MsgspecError as error:
             if not self.unreadable:
-                log.warning("lmc router: KV events of %s are unreadable: %s", self._source.engine, error)
+                log.warning("lmc router: received unreadable KV events of %s: %s", self._source.engine, error)
             self.unreadable += 1
             self._index.unreadable += 1
             self._index.drop(self._source)
@@ -249,8 +252,8 @@ async def _follow_rank(
 def decoded(payload: bytes) -> tuple[float, Iterable[dict[str, Any]]]:
     """Return the time of a batch, in seconds since 1970, and its events. Raises `ValueError` if it is unreadable."""
     try:
-        found = msgspec.msgpack.decode(payload)
-        return float(found[0]), [event for event in found[1] if isinstance(event, dict)]
+        batch = msgspec.msgpack.decode(payload)
+        return float(batch[0]), [event for event in batch[1] if isinstance(event, dict)]
     except (msgspec.DecodeError, TypeError, IndexError, KeyError) as error:
         raise ValueError(f"document events are unreadable: {error}") from None
 
@@ -258,8 +261,8 @@ def decoded(payload: bytes) -> tuple[float, Iterable[dict[str, Any]]]:
 def _stream(addresses: str, admin: str) -> EventStream | None:
     """Return the stream of an engine that publishes at one address or two, such as `tcp://*:5558`; None without any."""
     host = urlsplit(admin).hostname or "127.0.0.1"
-    listening, _, replay = addresses.replace(" ", "").partition(",")
-    if not listening:
+    publisher, _, replay = addresses.replace(" ", "").partition(",")
+    if not publisher:
         return None
-    named = [one.replace("*", host).replace("0.0.0.0", host) for one in (listening, replay)]
-    return EventStream(named[0], named[1], TOPIC)
+    endpoints = [part.replace("*", host).replace("0.0.0.0", host) for part in (publisher, replay)]
+    return EventStream(endpoints[0], endpoints[1], TOPIC)

@@ -129,38 +129,38 @@ class BlockIndex:
         `extra_keys` has what the hash of each block covers in addition to tokens: the adapter's name, and in the first
         block of a prompt its cache salt. Blocks with other keys match no text.
         """
-        of = self._of(source)
-        if parent is not None and parent not in of.blocks:
+        blocks_of = self._of(source)
+        if parent is not None and parent not in blocks_of.blocks:
             self.unplaced += len(names)
             return
-        before = _root(block_size, adapter) if parent is None else of.blocks[parent].chained
-        of.sizes.add(block_size)
+        before = _root(block_size, adapter) if parent is None else blocks_of.blocks[parent].chained
+        blocks_of.sizes.add(block_size)
         if adapter:
-            of.adapters.add(adapter)
-        for place, name in enumerate(names):
-            extra = list((extra_keys[place] if extra_keys else None) or ())
+            blocks_of.adapters.add(adapter)
+        for position, name in enumerate(names):
+            extra = list((extra_keys[position] if extra_keys else None) or ())
             if adapter and extra[:1] == [adapter]:
                 del extra[0]
-            before = _block_hash(before, tokens[place * block_size : (place + 1) * block_size], extra)
-            held = of.blocks.setdefault(name, _Held(before))
-            held.media[medium] = held.media.get(medium, 0) + 1
-            of.at.setdefault(held.chained, set()).add(name)
-            self._weigh(of, held.chained)
-        while len(of.blocks) > self._max_blocks:
-            self._take_out(of, next(iter(of.blocks)))
+            before = _block_hash(before, tokens[position * block_size : (position + 1) * block_size], extra)
+            block = blocks_of.blocks.setdefault(name, _Held(before))
+            block.media[medium] = block.media.get(medium, 0) + 1
+            blocks_of.at.setdefault(block.chained, set()).add(name)
+            self._weigh(blocks_of, block.chained)
+        while len(blocks_of.blocks) > self._max_blocks:
+            self._take_out(blocks_of, next(iter(blocks_of.blocks)))
 
     def removed(self, source: CacheSource, names: Sequence[BlockName], medium: Medium = ("gpu", None)) -> None:
         """Remove one copy of each of these blocks from a medium."""
-        of = self._of(source)
+        blocks_of = self._of(source)
         for name in names:
-            if (held := of.blocks.get(name)) is not None:
-                copies = held.media.pop(medium, 0)
+            if (block := blocks_of.blocks.get(name)) is not None:
+                copies = block.media.pop(medium, 0)
                 if copies > 1:
-                    held.media[medium] = copies - 1
-                elif held.media:
-                    self._weigh(of, held.chained)
+                    block.media[medium] = copies - 1
+                elif block.media:
+                    self._weigh(blocks_of, block.chained)
                 else:
-                    self._take_out(of, name)
+                    self._take_out(blocks_of, name)
 
     def cleared(self, source: CacheSource) -> None:
         """Drop all blocks of a source on all media, because the event names no medium."""
@@ -168,36 +168,40 @@ class BlockIndex:
 
     def blocks(self, source: CacheSource) -> dict[BlockName, set[Medium]]:
         """Return all blocks of a source with their media."""
-        of = self._ranks(source.engine).get(source.rank)
-        return {name: set(held.media) for name, held in of.blocks.items()} if of else {}
+        blocks_of = self._ranks(source.engine).get(source.rank)
+        return {name: set(block.media) for name, block in blocks_of.blocks.items()} if blocks_of else {}
 
     def __len__(self) -> int:
         return sum(map(self.count, self._engines))
 
     def count(self, engine: str) -> int:
         """Return the number of blocks of an engine."""
-        return sum(len(of.blocks) for of in self._ranks(engine).values())
+        return sum(len(blocks_of.blocks) for blocks_of in self._ranks(engine).values())
 
     def block_sizes(self, engine: str) -> set[int]:
         """Return the block sizes of an engine that events have reported."""
-        return set().union(*(of.sizes for of in self._ranks(engine).values()))
+        return set().union(*(blocks_of.sizes for blocks_of in self._ranks(engine).values()))
 
     def is_adapter(self, model: str) -> bool:
         """Return whether events have reported a LoRA adapter of this name."""
-        return any(model in of.adapters for ranks in self._engines.values() for of in ranks.values())
+        return any(model in blocks_of.adapters for ranks in self._engines.values() for blocks_of in ranks.values())
 
     def longest(self, engine: str, chain: Callable[[int], Sequence[int]]) -> Run:
         """Return the longest run of a prompt's blocks at an engine.
 
         `chain` returns the prompt's `token_chain` for a block size. Of several ranks, the best one counts.
         """
-        runs = [self._run(of, size, chain(size)) for of in self._ranks(engine).values() for size in of.sizes]
+        runs = [
+            self._run(blocks_of, size, chain(size))
+            for blocks_of in self._ranks(engine).values()
+            for size in blocks_of.sizes
+        ]
         return max(runs, default=Run())
 
-    def _run(self, of: _SourceBlocks, size: int, hashes: Sequence[int]) -> Run:
+    def _run(self, blocks_of: _SourceBlocks, size: int, hashes: Sequence[int]) -> Run:
         score, blocks = 0.0, 0
         for chained in hashes:
-            weight = of.weights.get(chained)
+            weight = blocks_of.weights.get(chained)
             if weight is None:
                 break
             score, blocks = score + weight * size, blocks + 1
@@ -210,17 +214,19 @@ class BlockIndex:
     def _ranks(self, engine: str) -> Mapping[int, _SourceBlocks]:
         return self._engines.get(engine, {})
 
-    def _weigh(self, of: _SourceBlocks, chained: int) -> None:
+    def _weigh(self, blocks_of: _SourceBlocks, chained: int) -> None:
         """Update the weight of the best copy of a block's tokens."""
-        of.weights[chained] = max(
-            self._weights.get(medium, 0.0) for name in of.at[chained] for medium, _ in of.blocks[name].media
+        blocks_of.weights[chained] = max(
+            self._weights.get(medium, 0.0)
+            for name in blocks_of.at[chained]
+            for medium, _ in blocks_of.blocks[name].media
         )
 
-    def _take_out(self, of: _SourceBlocks, name: BlockName) -> None:
+    def _take_out(self, blocks_of: _SourceBlocks, name: BlockName) -> None:
         """Drop a block with all its copies."""
-        chained = of.blocks.pop(name).chained
-        of.at[chained].remove(name)
-        if of.at[chained]:
-            self._weigh(of, chained)
+        chained = blocks_of.blocks.pop(name).chained
+        blocks_of.at[chained].remove(name)
+        if blocks_of.at[chained]:
+            self._weigh(blocks_of, chained)
         else:
-            del of.at[chained], of.weights[chained]
+            del blocks_of.at[chained], blocks_of.weights[chained]

@@ -23,14 +23,14 @@ from lmc.errors import InputError
 
 T = TypeVar("T")
 
-WAITING = 16  # prompts in the queue per process; engines tokenize more
-SECONDS = 5.0  # timeout for one prompt
+MAX_QUEUED_PROMPTS = 16  # prompts in the queue per process; engines tokenize more
+PROMPT_SECONDS = 5.0  # timeout for one prompt
 RESTART_SECONDS = 1.0  # before processes are restarted
-STARTED = 120.0  # timeout in seconds for reading the tokenizers
+LOAD_SECONDS = 120.0  # timeout in seconds for reading the tokenizers
 # Fields of a conversation that are passed on. Clients must not pass others to a template or a tokenizer.
-OF_A_CHAT = {"model", "messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
-OF_A_TEMPLATE = {"documents", "enable_thinking"}
-ON_A_HUB = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # a name on a hub; other paths are directories
+CHAT_FIELDS = {"model", "messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+TEMPLATE_FIELDS = {"documents", "enable_thinking"}
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # a name on a hub; other paths are directories
 
 log = logging.getLogger(__name__)
 
@@ -46,19 +46,19 @@ class LocalTokenizers:
         self._ready: set[str] = set()  # models whose tokenizers have been read
         self._broken = asyncio.Event()
 
-    async def run(self, special_string_of: Callable[[str], str], found: Callable[[str, Markers], None]) -> None:
-        """Load the tokenizers, and again after each restart, until cancelled. `found` gets the markers of each model.
+    async def run(self, special_string_of: Callable[[str], str], loaded: Callable[[str, Markers], None]) -> None:
+        """Load the tokenizers, and again after each restart, until cancelled. `loaded` gets the markers of each model.
 
         A model whose tokenizer cannot be read is logged, and its engines tokenize its prompts.
         """
         while True:
             for model, path in self._paths.items():
                 try:
-                    found(model, await self._do(STARTED, _markers, model, special_string_of(model)))
+                    loaded(model, await self._do(LOAD_SECONDS, _markers, model, special_string_of(model)))
                     self._ready.add(model)
                 except InputError as error:
                     log.warning(
-                        "lmc router: --tokenizers %s=%s cannot be read, engines tokenize instead: %s",
+                        "lmc router: could not read --tokenizers %s=%s, engines tokenize instead: %s",
                         model,
                         path,
                         error,
@@ -70,11 +70,11 @@ class LocalTokenizers:
     def __contains__(self, model: str) -> bool:
         return model in self._ready
 
-    async def tokens(self, model: str, asked: Mapping[str, Any]) -> list[int]:
+    async def tokens(self, model: str, request: Mapping[str, Any]) -> list[int]:
         """Return the tokens for a body of /tokenize. Raises `InputError` if only an engine can tokenize it."""
-        if self._waiting >= WAITING * self._processes:
+        if self._waiting >= MAX_QUEUED_PROMPTS * self._processes:
             raise InputError("the router's tokenizers are busy")
-        return await self._do(SECONDS, _tokens, model, asked)
+        return await self._do(PROMPT_SECONDS, _tokens, model, request)
 
     def close(self) -> None:
         """Kill the processes."""
@@ -103,12 +103,12 @@ class LocalTokenizers:
                 loop.call_soon_threadsafe(self._turns.release)
 
         try:
-            doing = self._pool.submit(work, *arguments)
+            future = self._pool.submit(work, *arguments)
         except BaseException:
             self._turns.release()
             raise
-        doing.add_done_callback(end_turn)
-        return doing
+        future.add_done_callback(end_turn)
+        return future
 
     async def _result(self, seconds: float, work: Callable[..., T], *arguments: object) -> T:
         """Wait for the result of some work. After a timeout or a crash, all processes are restarted."""
@@ -118,8 +118,8 @@ class LocalTokenizers:
                 return await asyncio.wrap_future(self._begun(work, *arguments))
         except (TimeoutError, BrokenProcessPool) as error:
             if pool is self._pool:  # Only the first waiter restarts the pool.
-                why = "timed out" if isinstance(error, TimeoutError) else "ended"
-                log.warning("lmc router: a tokenizer process %s; restarting all of them", why)
+                outcome = "timed out" if isinstance(error, TimeoutError) else "ended"
+                log.warning("lmc router: a tokenizer process %s; restarting all of them", outcome)
                 self.close()
                 self._ready, self._pool = set(), self._started()
                 self._broken.set()
@@ -149,16 +149,16 @@ def _begin(paths: Mapping[str, str]) -> None:
     set_verbosity_error()
     for model, path in paths.items():
         try:
-            _tokenizers[model] = AutoTokenizer.from_pretrained(_found(path))
+            _tokenizers[model] = AutoTokenizer.from_pretrained(_location(path))
         except Exception as error:  # noqa: BLE001 - a tokenizer's files can be invalid in many ways
-            _tokenizers[model] = InputError(_why(path, error))
+            _tokenizers[model] = InputError(_reason(path, error))
 
 
-def _found(path: str) -> str:
+def _location(path: str) -> str:
     """Return an existing directory, or the name of a model on a hub. Raises `InputError` for other paths."""
     folder = _folder(path)
-    if folder is None and not ON_A_HUB.fullmatch(path):
-        raise InputError("there is no such directory")
+    if folder is None and not HUB_NAME.fullmatch(path):
+        raise InputError("the directory does not exist")
     return path if folder is None else str(folder)
 
 
@@ -171,18 +171,18 @@ def _folder(path: str) -> Path | None:
         return None
 
 
-def _why(path: str, error: Exception) -> str:
+def _reason(path: str, error: Exception) -> str:
     """Return why a tokenizer could not be read. For empty directories, transformers' own message is misleading."""
-    folder, said = _folder(path), next(iter(str(error).splitlines()), type(error).__name__)[:200]
+    folder, text = _folder(path), next(iter(str(error).splitlines()), type(error).__name__)[:200]
     if isinstance(error, InputError):
-        return said
+        return text
     if folder is None:
-        return f"there is no such directory, and as the name of a model on a hub: {said}"
+        return f"the directory does not exist, and the hub has no such model: {text}"
     try:
         has_files = any(folder.glob("tokenizer*"))
     except OSError as refused:
         return f"the directory cannot be read: {refused.strerror}"
-    return said if has_files else "the directory has no files of a tokenizer, such as tokenizer.json"
+    return text if has_files else "the directory has no tokenizer files, such as tokenizer.json"
 
 
 def _end_with_the_router() -> None:
@@ -194,36 +194,40 @@ def _end_with_the_router() -> None:
 
 def _tokenizer_of(model: str) -> Any:
     """Return the tokenizer of a model. Raises `InputError` if it could not be read."""
-    found = _tokenizers[model]
-    if isinstance(found, InputError):
-        raise found
-    return found
+    tokenizer = _tokenizers[model]
+    if isinstance(tokenizer, InputError):
+        raise tokenizer
+    return tokenizer
 
 
 def _markers(model: str, special_string: str) -> Markers:
     return Markers.of(_tokenizer_of(model), special_string)
 
 
-def _tokens(model: str, asked: Mapping[str, Any]) -> list[int]:
+def _tokens(model: str, request: Mapping[str, Any]) -> list[int]:
     """Return the tokens that an engine's /tokenize would. Raises `InputError` where the result may differ."""
     tokenizer = _tokenizer_of(model)
     try:
-        if "messages" not in asked:
-            found = tokenizer.encode(asked["prompt"], add_special_tokens=asked.get("add_special_tokens", True) is True)
+        if "messages" not in request:
+            ids = tokenizer.encode(
+                request["prompt"], add_special_tokens=request.get("add_special_tokens", True) is True
+            )
         else:
-            plain = all(isinstance(one["content"], str) and "tool_calls" not in one for one in asked["messages"])
-            given = asked.get("chat_template_kwargs") or {}
-            if not plain or asked.keys() - OF_A_CHAT or given.keys() - OF_A_TEMPLATE:
+            is_plain = all(
+                isinstance(message["content"], str) and "tool_calls" not in message for message in request["messages"]
+            )
+            template_arguments = request.get("chat_template_kwargs") or {}
+            if not is_plain or request.keys() - CHAT_FIELDS or template_arguments.keys() - TEMPLATE_FIELDS:
                 raise InputError("only an engine can format this conversation")
-            found = tokenizer.apply_chat_template(
-                asked["messages"],
+            ids = tokenizer.apply_chat_template(
+                request["messages"],
                 tokenize=True,
                 return_dict=False,
-                add_generation_prompt=asked.get("add_generation_prompt", True) is True,
-                continue_final_message=asked.get("continue_final_message", False) is True,
-                **given,
+                add_generation_prompt=request.get("add_generation_prompt", True) is True,
+                continue_final_message=request.get("continue_final_message", False) is True,
+                **template_arguments,
             )
-        return [int(token) for token in found]
+        return [int(token) for token in ids]
     except InputError:
         raise
     except Exception as error:  # templates may raise any exception, and clients send any input

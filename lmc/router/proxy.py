@@ -20,8 +20,8 @@ from yarl import URL
 from lmc.errors import InputError
 from lmc.http.server import Receive, Send
 from lmc.router import router_metrics as numbers
-from lmc.router.client import REQUEST, Client, Refusal, Room, Stalled, sent_back, sent_on
-from lmc.router.cut import MOST_LETTERS
+from lmc.router.client import REQUEST_ID_HEADER, Client, Refusal, Room, Stalled, sent_back, sent_on
+from lmc.router.cut import MAX_CHARACTERS
 from lmc.router.engines import Engines
 from lmc.router.local_tokenizers import LocalTokenizers
 from lmc.router.policies.base import Policy
@@ -33,11 +33,11 @@ from lmc.router.visit import EngineFailed, Opened, Visit, usage
 
 log = logging.getLogger(__name__)
 
-STREAM = "text/event-stream"  # content type of a streamed answer
-JSON = {"content-type": "application/json"}  # required by vLLM, and not added by the session
+STREAM_TYPE = "text/event-stream"  # content type of a streamed answer
+JSON_HEADERS = {"content-type": "application/json"}  # required by vLLM, and not added by the session
 TOKENIZE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
-KEPT_SECONDS = 3.0  # for idle connections; vLLM closes them after 5 s, and a request must not race with that
-TAIL = 4096  # bytes at the end of an answer, which report what was reused
+KEEP_ALIVE_SECONDS = 3.0  # for idle connections; vLLM closes them after 5 s, and a request must not race with that
+TAIL_BYTES = 4096  # bytes at the end of an answer, which report what was reused
 
 
 class Proxy:
@@ -66,7 +66,7 @@ class Proxy:
             total=None, sock_connect=self._settings.connect_seconds, sock_read=self._settings.answer_seconds
         )
         self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_SECONDS),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
             timeout=timeout,
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -95,16 +95,16 @@ class Proxy:
         try:
             if self.answering > self._settings.max_requests:
                 self._metrics.count(numbers.REFUSED)
-                most = self._settings.max_requests
-                raise Refusal(429, f"more than {most} requests are in flight: try again later")
+                limit = self._settings.max_requests
+                raise Refusal(429, f"more than {limit} requests are in flight: try again later")
             await self._answer(client, arrived)
         except InputError as error:
             await client.refuse(Refusal(400, str(error)))
         except Refusal as refusal:
             await client.refuse(refusal)
         except Stalled as stalled:
-            self._metrics.count(numbers.LEFT)
-            log.info("lmc router: an answer is given up: %s", stalled)
+            self._metrics.count(numbers.CLIENTS_LEFT)
+            log.info("lmc router: aborted an answer: %s", stalled)
         except Exception:
             log.exception("lmc router: request for %s failed", scope["path"])
             await client.refuse(Refusal(500, "unexpected error in the router; see its log"))
@@ -122,7 +122,7 @@ class Proxy:
         try:
             await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                self._metrics.count(numbers.LEFT)
+                self._metrics.count(numbers.CLIENTS_LEFT)
         finally:
             work.cancel()  # This closes the connection to the engine, which then stops computing.
             leaving.cancel()
@@ -160,7 +160,7 @@ class Proxy:
         failed: set[str] = set()
         without = {"authorization"} if self._settings.client_tokens else set()  # Client tokens end at the router.
         headers = sent_on(client.header_list, self._settings.login, without)
-        client.request_id = headers[REQUEST]
+        client.request_id = headers[REQUEST_ID_HEADER]
         while True:
             with self._visit(received, failed) as visit:
                 if not failed:
@@ -184,7 +184,7 @@ class Proxy:
 
     async def ask(self, target: str, body: bytes) -> tuple[str, Mapping[str, Any]]:
         """Send a request of the router's own to an engine, and return the engine and its answer. Raises `Refusal`."""
-        headers = CIMultiDict({**JSON, **self._settings.login})
+        headers = CIMultiDict({**JSON_HEADERS, **self._settings.login})
         received = self._read(body, {})
         with self._visit(received, set()) as visit:
             try:
@@ -202,12 +202,12 @@ class Proxy:
                 raise Refusal(502, f"{visit.engine.url} answered {opened.answer.status}: {content[:200]!r}")
             return visit.engine.url, answer
 
-    async def tokenize(self, model: str, fields: Mapping[str, Any], letters: int = 0) -> list[int]:
+    async def tokenize(self, model: str, fields: Mapping[str, Any], characters: int = 0) -> list[int]:
         """Return the tokens for a body of /tokenize, from the router's tokenizer or else the least loaded engine.
 
         Raises `InputError` if the engine fails, or if the prompt is longer than any engine takes.
         """
-        if letters >= MOST_LETTERS:  # Longer prompts were cut there.
+        if characters >= MAX_CHARACTERS:  # Longer prompts were cut there.
             raise InputError("the prompt is too long")
         if self.tokenizers is not None and model in self.tokenizers:
             try:
@@ -216,10 +216,10 @@ class Proxy:
                 log.debug("lmc router: requesting tokens from an engine: %s", error)
         candidates = self._engines.candidates(model)
         if not candidates or self.session is None:
-            raise InputError(f"no engine is available for the model {model!r} now")
-        url = URL(min(candidates, key=lambda one: one.load).name + "/tokenize", encoded=True)
+            raise InputError(f"no engine is available for the model {model!r}: try again later")
+        url = URL(min(candidates, key=lambda candidate: candidate.load).name + "/tokenize", encoded=True)
         try:
-            body, headers = msgspec.json.encode(fields), {**JSON, **self._settings.login}
+            body, headers = msgspec.json.encode(fields), {**JSON_HEADERS, **self._settings.login}
             async with self.session.post(url, data=body, headers=headers, timeout=TOKENIZE_TIMEOUT) as answer:
                 content = await answer.read()
                 if answer.status != 200:
@@ -245,7 +245,7 @@ class Proxy:
         engine = self._engines.sent(choice.engine, cost)
         alone, trial = engine.candidate.load == 1, engine.breaker.sent()
         visit = Visit(engine, choice, cost, began, alone=alone, trial=trial, take_back=take_back)
-        self._metrics.count(numbers.REQUESTS, engine.url, choice.why)
+        self._metrics.count(numbers.SENT_REQUESTS, engine.url, choice.why)
         self._metrics.count(numbers.EXPECTED, engine.url, n=choice.expected_tokens)
         if not received.stream:  # Its first byte arrives with the last one.
             asyncio.get_running_loop().call_later(cost / engine.candidate.rate, visit.begun)
@@ -259,9 +259,12 @@ class Proxy:
         home = self._homes.engine_of(response)
         if not home and len(self._engines) != 1:
             raise Refusal(404, f"unknown response {response!r}")
-        usable = [one for one in candidates if not home or one.name == home]
+        usable = [candidate for candidate in candidates if not home or candidate.name == home]
         if not usable:
-            raise Refusal(503, f"{self._settings.name_of(home)} made the response {response!r} and is unavailable now")
+            raise Refusal(
+                503,
+                f"{self._settings.name_of(home)} made the response {response!r} and is unavailable: try again later",
+            )
         return usable
 
     def _public_error(self, visit: Visit, error: EngineFailed) -> str:
@@ -292,7 +295,7 @@ class Proxy:
         answer, now = opened.answer, self._clock()
         visit.engine.breaker.succeeded()
         self._metrics.observe(numbers.FIRST_BYTE, now - arrived)
-        if visit.alone and answer.content_type == STREAM:
+        if visit.alone and answer.content_type == STREAM_TYPE:
             visit.engine.measured(visit.cost, now - visit.began)
         visit.begun()
         url, expected = visit.engine.url, visit.choice.expected_tokens
@@ -304,7 +307,7 @@ class Proxy:
         try:
             while part:
                 await client.write(part)
-                tail = (tail + part)[-TAIL:]
+                tail = (tail + part)[-TAIL_BYTES:]
                 async with visit.while_up():
                     part = await answer.content.readany()
         except EngineFailed as error:

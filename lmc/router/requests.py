@@ -15,7 +15,7 @@ import xxhash
 from cachetools import LRUCache
 
 from lmc.errors import InputError
-from lmc.router.cut import MOST_LETTERS, MOST_TOKENS, ROLE
+from lmc.router.cut import MAX_CHARACTERS, MAX_TOKENS, ROLE
 from lmc.router.policy import PromptRequest
 from lmc.router.prefix_hashes import CHARACTERS_PER_TOKEN
 
@@ -36,14 +36,14 @@ CHAT_FIELDS = (
     "model", "messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens",
     "chat_template", "chat_template_kwargs",
 )  # fmt: skip
-FORM = "multipart/form-data"
+FORM_TYPE = "multipart/form-data"
 # Small values need many times the memory of their characters.
-MOST_CONTAINERS, MOST_VALUES = 1_000_000, 4_000_000
-MOST_PARTS = 100_000  # messages, and parts of a message, that are read; more would delay other requests
+MAX_CONTAINERS, MAX_VALUES = 1_000_000, 4_000_000
+MAX_PARTS = 100_000  # messages, and parts of a message, that are read; more would delay other requests
 FORM_MODEL = re.compile(rb'(?<!\w)name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{0,1024})\r\n')
 FORM_STREAM = re.compile(rb'(?<!\w)name="?stream"?\r\n(?:[^\r\n]+\r\n)*\r\n(?i:true|1)\r\n')
 MEDIA = ROLE + "\1"  # precedes the hash of an image or of audio
-ANSWER = "assistant"  # the role of the model's own messages
+ASSISTANT = "assistant"  # the role of the model's own messages
 
 
 def response_of(path: str) -> str:
@@ -80,17 +80,17 @@ class Received(NamedTuple):
 
 def json_object(body: bytes) -> dict[str, Any]:
     """Return the JSON object in a body. Raises `InputError` for anything else."""
-    if len(body) > MOST_CONTAINERS and (_containers(body) > MOST_CONTAINERS or body.count(b",") > MOST_VALUES):
-        raise InputError(f"request body exceeds {MOST_VALUES} values, or {MOST_CONTAINERS} lists and objects")
+    if len(body) > MAX_CONTAINERS and (_containers(body) > MAX_CONTAINERS or body.count(b",") > MAX_VALUES):
+        raise InputError(f"request body exceeds {MAX_VALUES} values, or {MAX_CONTAINERS} lists and objects")
     try:
-        found = msgspec.json.decode(body)
+        content = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InputError(f"request body is not valid JSON: {error}") from None
     except RecursionError:
         raise InputError("request body is nested too deeply") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise InputError("request body must be a JSON object")
-    return found
+    return content
 
 
 def _containers(body: bytes) -> int:
@@ -98,7 +98,7 @@ def _containers(body: bytes) -> int:
 
     In 22 MB of text, this takes 3 ms for a character and `bytes.count` 14 ms.
     """
-    return sum(len(body) - len(body.replace(begin, b"", MOST_CONTAINERS + 1)) for begin in (b"{", b"["))
+    return sum(len(body) - len(body.replace(begin, b"", MAX_CONTAINERS + 1)) for begin in (b"{", b"["))
 
 
 def read(
@@ -113,7 +113,7 @@ def read(
     `special_strings` has the special string of each model that has its own. The session is the value of the header
     `session_key`, or the field `user`. A form, which carries audio or a file, is routed by its model and by load.
     """
-    if headers.get("content-type", "").partition(";")[0].strip().lower() == FORM:
+    if headers.get("content-type", "").partition(";")[0].strip().lower() == FORM_TYPE:
         return _form(body)
     fields = json_object(body)
     model, salt = fields.get("model", ""), fields.get("cache_salt") or ""
@@ -122,8 +122,8 @@ def read(
     session = headers.get(session_key.lower(), "") or fields.get("user") or ""
     before = fields.get("previous_response_id") or ""
     tokens = _tokens(fields)
-    whole = "" if tokens is not None else prompt_text(fields, special_strings.get(model, special_string))
-    text = whole[:MOST_LETTERS]
+    prompt = "" if tokens is not None else prompt_text(fields, special_strings.get(model, special_string))
+    text = prompt[:MAX_CHARACTERS]
     request = PromptRequest(
         text=text,
         media=MEDIA in text,
@@ -133,7 +133,7 @@ def read(
         tokens=tokens,
         documents=tuple(_named_documents(fields)),
     )
-    size = len(whole) / CHARACTERS_PER_TOKEN if tokens is None else len(tokens)
+    size = len(prompt) / CHARACTERS_PER_TOKEN if tokens is None else len(tokens)
     return Received(
         request,
         fields.get("stream") is True,
@@ -151,12 +151,12 @@ def about_a_response(response: str) -> Received:
 def _form(body: bytes) -> Received:
     model = FORM_MODEL.search(body)
     name = model[1].decode("utf-8", "replace").strip() if model else ""
-    same = xxhash.xxh3_128_hexdigest(body)  # Identical files are routed to the same engine.
-    return Received(PromptRequest(text=same, model=name), FORM_STREAM.search(body) is not None, 1.0, tokenize=None)
+    digest = xxhash.xxh3_128_hexdigest(body)  # Identical files are routed to the same engine.
+    return Received(PromptRequest(text=digest, model=name), FORM_STREAM.search(body) is not None, 1.0, tokenize=None)
 
 
 def prompt_text(body: Body, special_string: str) -> str:
-    """Return the text of a prompt in order, up to `MOST_PARTS` messages.
+    """Return the text of a prompt in order, up to `MAX_PARTS` messages.
 
     The `documents` of a chat come first, between separators, as in the chat template of `lmc template`. The model's own
     messages are never cut into documents.
@@ -175,12 +175,12 @@ def _messages(body: Body, bare: str) -> Iterator[str]:
     if isinstance(content, str):
         yield content
     elif isinstance(content, list):
-        for message in islice(content, MOST_PARTS):
+        for message in islice(content, MAX_PARTS):
             if isinstance(message, str):  # one of several prompts
                 yield message + ROLE
             elif isinstance(message, dict):
                 role, text = str(message.get("role", "")), "".join(_contents(message.get("content")))
-                if role == ANSWER:
+                if role == ASSISTANT:
                     text = text.replace(bare, ROLE)
                 yield f"{ROLE}{role}{ROLE}{text}"
 
@@ -189,7 +189,7 @@ def _contents(content: Any) -> Iterator[str]:
     if isinstance(content, str):
         yield content
     elif isinstance(content, list):
-        for part in islice(content, MOST_PARTS):
+        for part in islice(content, MAX_PARTS):
             if isinstance(part, dict) and isinstance(text := part.get("text"), str):
                 yield text
             elif isinstance(part, dict):  # Images and audio match only as a whole.
@@ -198,35 +198,38 @@ def _contents(content: Any) -> Iterator[str]:
 
 def _chat_documents(body: Body) -> Iterator[str]:
     documents = body.get("documents")
-    for one in documents if isinstance(documents, list) else ():
-        if isinstance(one, dict) and isinstance(text := one.get("text"), str):
+    for document in documents if isinstance(documents, list) else ():
+        if isinstance(document, dict) and isinstance(text := document.get("text"), str):
             yield text.strip()
 
 
 def _named_documents(body: Body) -> Iterator[str]:
     """Yield the texts in `kv_transfer_params.lmc.documents`."""
-    found: Any = body
+    content: Any = body
     for name in ("kv_transfer_params", "lmc", "documents"):
-        found = found.get(name) if isinstance(found, dict) else None
-    for one in found if isinstance(found, list) else ():
-        if isinstance(one, str) and one.strip():
-            yield one
+        content = content.get(name) if isinstance(content, dict) else None
+    for text in content if isinstance(content, list) else ():
+        if isinstance(text, str) and text.strip():
+            yield text
 
 
 def _tokenize(body: Body) -> Body | None:
     fields = CHAT_FIELDS if isinstance(body.get("messages"), list) else TEXT_FIELDS
     if fields is TEXT_FIELDS and not isinstance(body.get("prompt"), str):
         return None
-    found = {name: body[name] for name in fields if name in body}
+    request = {name: body[name] for name in fields if name in body}
     if fields is CHAT_FIELDS and body.get("documents"):  # vLLM's /tokenize takes documents only as a template argument.
-        given = body.get("chat_template_kwargs")
-        found["chat_template_kwargs"] = {**(given if isinstance(given, dict) else {}), "documents": body["documents"]}
-    return found
+        arguments = body.get("chat_template_kwargs")
+        request["chat_template_kwargs"] = {
+            **(arguments if isinstance(arguments, dict) else {}),
+            "documents": body["documents"],
+        }
+    return request
 
 
 def _tokens(body: Body) -> list[int] | None:
-    given = body.get("prompt_token_ids", body.get("prompt"))
-    found = given[:MOST_TOKENS] if isinstance(given, list) else []
-    if set(map(type, found)) == {int} and min(found) >= 0 and max(found) < 1 << 32:
-        return found
+    prompt = body.get("prompt_token_ids", body.get("prompt"))
+    ids = prompt[:MAX_TOKENS] if isinstance(prompt, list) else []
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < 1 << 32:
+        return ids
     return None

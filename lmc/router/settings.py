@@ -58,21 +58,23 @@ class RouterSettings:
     health_seconds: float = 5.0  # between two health checks of an engine
     name_key: bytes = field(
         default_factory=lambda: os.urandom(32), repr=False
-    )  # hides addresses if there is no administration token
+    )  # hides addresses without an administration token
 
-    def admits(self, given: str) -> bool:
+    def admits(self, authorization: str) -> bool:
         """Return whether a client with this `authorization` header may send requests."""
-        kind, _, token = given.partition(" ")
-        matches = [hmac.compare_digest(token.strip().encode(), one.encode()) for one in self.client_tokens]
+        kind, _, token = authorization.partition(" ")
+        matches = [hmac.compare_digest(token.strip().encode(), accepted.encode()) for accepted in self.client_tokens]
         return not matches or (kind.lower() == "bearer" and any(matches))
 
-    def may_read_metrics(self, given: str) -> bool:
+    def may_read_metrics(self, authorization: str) -> bool:
         """Return whether a caller with this `authorization` header may read the metrics.
 
         If clients have tokens, a caller needs one of them, or the administration token.
         """
-        token = bearer_token(given).encode()
-        return self.admits(given) or bool(self.admin_token and hmac.compare_digest(token, self.admin_token.encode()))
+        token = bearer_token(authorization).encode()
+        return self.admits(authorization) or bool(
+            self.admin_token and hmac.compare_digest(token, self.admin_token.encode())
+        )
 
     @property
     def hides_engines(self) -> bool:

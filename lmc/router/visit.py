@@ -16,23 +16,23 @@ from yarl import URL
 from lmc.router.engines import Engine, has_ended
 from lmc.router.policy import RoutingChoice, Usage
 
-RETRIED = (502, 503, 504)  # statuses of an engine that is down; the request goes to another one
+RETRIED_STATUSES = (502, 503, 504)  # statuses of an engine that is down; the request goes to another one
 # In generated text, quotation marks have a backslash before them.
 PROMPT_TOKENS = re.compile(rb'(?<!\\)"prompt_tokens":\s*(\d{1,9})')
 CACHED_TOKENS = re.compile(rb'(?<!\\)"cached_tokens":\s*(\d{1,9})')
 DOCUMENT_TOKENS = re.compile(rb'(?<!\\)"reused_tokens":\s*(\d{1,9})')
-UNKNOWN = re.compile(rb'(?<!\\)"unknown_documents":\s*\d')  # the only field if no token was reused
-PLACES = re.compile(rb'(?<!\\)"tokens_from":\s*(\{[^{}]{0,500}\})')
+UNKNOWN_DOCUMENTS = re.compile(rb'(?<!\\)"unknown_documents":\s*\d')  # the only field if no token was reused
+TOKENS_BY_TIER = re.compile(rb'(?<!\\)"tokens_from":\s*(\{[^{}]{0,500}\})')
 
 
 class EngineFailed(Exception):
     """An engine did not answer, or its answer broke off."""
 
-    def __init__(self, engine: Engine, why: object) -> None:
-        self.ended = has_ended(why)
+    def __init__(self, engine: Engine, cause: object) -> None:
+        self.ended = has_ended(cause)
         # A silent engine may still be computing the request. Sending it to a second engine would compute it twice.
-        self.silent = isinstance(why, aiohttp.SocketTimeoutError)
-        reason = getattr(why, "strerror", None) or str(why) or type(why).__name__
+        self.silent = isinstance(cause, aiohttp.SocketTimeoutError)
+        reason = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
         super().__init__(f"{engine.url}: {reason}")
 
 
@@ -62,14 +62,14 @@ class Visit:
     ) -> Opened:
         """Send a request, and wait for the first bytes of the answer. Raises `EngineFailed` if the engine fails."""
         url = URL(self.engine.url + target, encoded=True)
-        with ExitStack() as unless_it_begins:
+        with ExitStack() as on_failure:
             async with self.while_up():
                 answer = await session.request(method, url, data=body or None, headers=headers, allow_redirects=False)
-                unless_it_begins.callback(answer.close)
-                if answer.status in RETRIED:
+                on_failure.callback(answer.close)
+                if answer.status in RETRIED_STATUSES:
                     raise EngineFailed(self.engine, f"{answer.status} {answer.reason}")
                 first = await answer.content.readany()
-            unless_it_begins.pop_all()
+            on_failure.pop_all()
         self.answered = True
         return Opened(answer, first)
 
@@ -84,8 +84,8 @@ class Visit:
                 finally:
                     del self.engine.awaited[limit]
         except (aiohttp.ClientError, OSError) as error:
-            why = "it failed its health checks" if limit.expired() else error
-            raise EngineFailed(self.engine, why) from None
+            cause = "it failed its health checks" if limit.expired() else error
+            raise EngineFailed(self.engine, cause) from None
 
     def begun(self) -> None:
         """Remove the cost from the backlog, because the answer has begun or the request has ended."""
@@ -109,10 +109,12 @@ class Visit:
 
 def usage(tail: bytes) -> Usage:
     """Read from the end of an answer how many tokens its prompt had and how many were reused."""
-    prompt, cached, documents = (_number(of.search(tail)) for of in (PROMPT_TOKENS, CACHED_TOKENS, DOCUMENT_TOKENS))
-    if documents is None and UNKNOWN.search(tail):
+    prompt, cached, documents = (
+        _number(pattern.search(tail)) for pattern in (PROMPT_TOKENS, CACHED_TOKENS, DOCUMENT_TOKENS)
+    )
+    if documents is None and UNKNOWN_DOCUMENTS.search(tail):
         documents = 0
-    places = PLACES.search(tail)
+    places = TOKENS_BY_TIER.search(tail)
     return Usage(prompt, cached, documents, _places(places[1]) if places else {})
 
 

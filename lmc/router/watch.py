@@ -19,9 +19,9 @@ from lmc.router.settings import RouterSettings
 log = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
-MAX_MISSES = 3  # an engine is removed when this many lookups in a row have missed it
+MAX_MISSED_LOOKUPS = 3  # an engine is removed when this many lookups in a row have missed it
 LOOKUP_SECONDS = 10.0  # timeout of a lookup of the engines
-RETRY_SECONDS = 5.0  # after an error of a task
+TASK_RETRY_SECONDS = 5.0  # after an error of a task
 Follow = Callable[[Engine], Coroutine[Any, Any, None]]
 Discovery = Callable[[aiohttp.ClientSession], Awaitable[Collection[EngineAddress]]]
 
@@ -62,16 +62,16 @@ class Watch:
 
         Lookups have a task of their own, so a slow lookup delays no health check.
         """
-        works = [(self.look, "checking the engines")]
+        tasks = [(self.look, "check of the engines")]
         if self._discovery is not None:
-            works.insert(0, (self.discover, "looking up the engines"))
-        for work, what in works:
-            await attempt(work, what)
-        return [keep_up(work, what, self._settings.health_seconds) for work, what in works]
+            tasks.insert(0, (self.discover, "lookup of the engines"))
+        for work, name in tasks:
+            await attempt(work, name)
+        return [keep_up(work, name, self._settings.health_seconds) for work, name in tasks]
 
     async def close(self) -> None:
         """Cancel all tasks that were started here."""
-        tasks: list[asyncio.Future[Any]] = [one.task for one in self._following.values()]
+        tasks: list[asyncio.Future[Any]] = [following.task for following in self._following.values()]
         tasks += [self._lookup] if self._lookup else []
         for task in tasks:
             task.cancel()
@@ -79,7 +79,7 @@ class Watch:
 
     async def look(self) -> None:
         """Check each engine once."""
-        for url in self._following.keys() - {one.url for one in self._engines}:
+        for url in self._following.keys() - {engine.url for engine in self._engines}:
             self._unfollow(url)
             self._policy.forget(url)  # again, because its events may have arrived since it was removed
         await asyncio.gather(*map(self._look_at, self._engines))
@@ -89,39 +89,39 @@ class Watch:
         assert self._discovery is not None
         if self._lookup is None:
             self._lookup = asyncio.ensure_future(self._discovery(self._session))
-        done, _ = await asyncio.wait((self._lookup,), timeout=LOOKUP_SECONDS)
-        if not done:
+        finished, _ = await asyncio.wait((self._lookup,), timeout=LOOKUP_SECONDS)
+        if not finished:
             log.warning(
                 "lmc router: lookup of the engines timed out after %g s; the engines are unchanged", LOOKUP_SECONDS
             )
             return
         lookup, self._lookup = self._lookup, None
         try:
-            self._take({one.url: one for one in lookup.result()})
+            self._take({engine.url: engine for engine in lookup.result()})
         except (InputError, OSError, ValueError, aiohttp.ClientError) as error:
             log.warning("lmc router: lookup of the engines failed; the engines are unchanged: %s", error)
 
-    def _take(self, found: dict[str, EngineAddress]) -> None:
-        """Apply the result of a lookup. A missing engine is removed after `MAX_MISSES` lookups."""
-        for url, one in found.items():
-            if one != self._found.get(url):
-                self._engines.add(one)
-                log.info("lmc router: engine %s was %s", url, "changed" if url in self._found else "added")
+    def _take(self, addresses: dict[str, EngineAddress]) -> None:
+        """Apply the result of a lookup. A missing engine is removed after `MAX_MISSED_LOOKUPS` lookups."""
+        for url, address in addresses.items():
+            if address != self._found.get(url):
+                self._engines.add(address)
+                log.info("lmc router: %s engine %s", "changed" if url in self._found else "added", url)
             self._missed.pop(url, None)
-        for url in self._found.keys() - found.keys():
+        for url in self._found.keys() - addresses.keys():
             self._missed[url] = self._missed.get(url, 0) + 1
-            if self._missed[url] < MAX_MISSES:
-                found[url] = self._found[url]
+            if self._missed[url] < MAX_MISSED_LOOKUPS:
+                addresses[url] = self._found[url]
                 continue
             del self._missed[url]
             if url in self._engines:
                 self._engines.remove(url)
                 self._policy.forget(url)
-                log.info("lmc router: engine %s was removed", url)
-        for url in found:
+                log.info("lmc router: removed engine %s", url)
+        for url in addresses:
             if url in self._engines:
                 self._engines[url].missing = url in self._missed
-        self._found = found
+        self._found = addresses
 
     async def _look_at(self, engine: Engine) -> None:
         ended, before = False, engine.healthy
@@ -144,7 +144,7 @@ class Watch:
         if followed and (followed.engine is not engine or followed.address != engine.address):
             self._unfollow(engine.url)
         if up and engine.models and self._follow and engine.url not in self._following:
-            following = keep_up(partial(self._follow, engine), f"following {engine.url}", RETRY_SECONDS)
+            following = keep_up(partial(self._follow, engine), f"following {engine.url}", TASK_RETRY_SECONDS)
             self._following[engine.url] = Following(engine, engine.address, following)
 
     def _unfollow(self, url: str) -> None:
@@ -153,61 +153,63 @@ class Watch:
 
     async def _ask_models(self, engine: Engine) -> None:
         try:
-            found = await self._get(engine, "/v1/models", json=True)
-            engine.models = frozenset(str(one["id"]) for one in found["data"])
+            listing = await self._get(engine, "/v1/models", json=True)
+            engine.models = frozenset(str(model["id"]) for model in listing["data"])
         except (aiohttp.ClientError, OSError, ValueError, TypeError, KeyError) as error:
-            log.warning("lmc router: models of %s could not be read: %s", engine.url, error)
+            log.warning("lmc router: could not read the models of %s: %s", engine.url, error)
 
     async def _get(self, engine: Engine, path: str, *, json: bool = False) -> Any:
         """Return the JSON of an answer, or `True` without `json`; None if its status is not 200."""
-        async with self._session.get(engine.url + path, headers=self._settings.login, timeout=HEALTH_TIMEOUT) as answer:
-            if answer.status != 200:
+        async with self._session.get(
+            engine.url + path, headers=self._settings.login, timeout=HEALTH_TIMEOUT
+        ) as response:
+            if response.status != 200:
                 return None
-            return await answer.json() if json else True
+            return await response.json() if json else True
 
 
 def _health_log(url: str, up: bool) -> tuple[int, str, str]:
     if up:
-        return logging.INFO, "lmc router: engine %s is healthy", url
+        return logging.INFO, "lmc router: engine %s passed its health check", url
     return (
         logging.WARNING,
-        "lmc router: engine %s failed its health check and gets no requests until it passes one",
+        "lmc router: engine %s failed its health check and will get no requests until it passes one",
         url,
     )
 
 
-def keep_up(work: Callable[[], Awaitable[None]], what: str, pause: float = RETRY_SECONDS) -> asyncio.Task[None]:
-    """Start a task that repeats some work until it is cancelled. `what` names the work in the log.
+def keep_up(work: Callable[[], Awaitable[None]], name: str, pause: float = TASK_RETRY_SECONDS) -> asyncio.Task[None]:
+    """Start a task that repeats some work until it is cancelled. `name` names the work in the log.
 
     An error ends one run and is logged, and the next run starts after `pause` seconds.
     """
-    task = asyncio.create_task(_repeat(work, what, pause))
-    task.add_done_callback(lambda done: _report(done, what))
+    task = asyncio.create_task(_repeat(work, name, pause))
+    task.add_done_callback(lambda finished: _report(finished, name))
     return task
 
 
-async def attempt(work: Callable[[], Awaitable[None]], what: str, before: str = "") -> str:
+async def attempt(work: Callable[[], Awaitable[None]], name: str, before: str = "") -> str:
     """Run some work once, and return its error, or an empty string. An error equal to `before` is not logged again."""
     try:
         await work()
     except LmcError as error:
         if str(error) != before:
-            log.warning("lmc router: %s: %s", what, error)
+            log.warning("lmc router: %s: %s", name, error)
         return str(error)
     except Exception as error:
-        log.exception("lmc router: %s failed and will be retried", what, exc_info=repr(error) != before)
+        log.exception("lmc router: %s failed and will be retried", name, exc_info=repr(error) != before)
         return repr(error)
     return ""
 
 
-async def _repeat(work: Callable[[], Awaitable[None]], what: str, pause: float) -> None:
+async def _repeat(work: Callable[[], Awaitable[None]], name: str, pause: float) -> None:
     error = ""
     while True:
-        error = await attempt(work, what, error)
+        error = await attempt(work, name, error)
         await asyncio.sleep(pause)
 
 
-def _report(done: asyncio.Task[None], what: str) -> None:
+def _report(task: asyncio.Task[None], name: str) -> None:
     """Log the error that ended a task, because nothing awaits the task."""
-    if not done.cancelled() and (error := done.exception()):
-        log.error("lmc router: %s ended with an error", what, exc_info=error)
+    if not task.cancelled() and (error := task.exception()):
+        log.error("lmc router: %s ended with an error", name, exc_info=error)

@@ -33,12 +33,12 @@ POLICIES = {
 
 
 def policy_class(name: str) -> "type[Policy]":
-    """Import the class of a policy. Raises `ConfigError` if there is no policy of this name."""
+    """Import the class of a policy. Raises `ConfigError` if the name is unknown."""
     if name not in POLICIES:
-        raise ConfigError(f"there is no policy {name!r}; use one of {', '.join(POLICIES)}")
+        raise ConfigError(f"unknown policy {name!r}: use one of {', '.join(POLICIES)}")
     module, _, kind = POLICIES[name].rpartition(".")
-    found: type[Policy] = getattr(import_module(f"{__name__}.{module}"), kind)
-    return found
+    policy: type[Policy] = getattr(import_module(f"{__name__}.{module}"), kind)
+    return policy
 
 
 def make(name: str, **options: Any) -> "Policy":
@@ -53,17 +53,21 @@ def from_command_line(name: str, options: Mapping[str, Any]) -> "Policy":
 
     The option `preset` names a set of values, which the other options override. Raises `ConfigError` as `make` does.
     """
-    kind, given = policy_class(name), dict(options)
+    kind, values = policy_class(name), dict(options)
     parameters = inspect.signature(kind, eval_str=True).parameters.items()
-    plain = {option: of for option, one in parameters if (of := PlainOption.of(one.annotation)) is not None}
-    _check_names(name, given, [*plain, *(("preset",) if kind.presets else ())])
-    preset = given.pop("preset", None)
+    plain = {
+        option: plain_option
+        for option, parameter in parameters
+        if (plain_option := PlainOption.of(parameter.annotation)) is not None
+    }
+    _check_names(name, values, [*plain, *(("preset",) if kind.presets else ())])
+    preset = values.pop("preset", None)
     if preset is not None and preset not in kind.presets:
         raise ConfigError(f"the policy {name} has no preset {preset!r}; use {' or '.join(kind.presets)}")
-    for option, value in given.items():
+    for option, value in values.items():
         if option in plain and not plain[option].takes(value):
-            raise ConfigError(f"{option} = {value!r} is invalid: it has to be {plain[option].words}")
-    return make(name, **{**kind.presets.get(preset, {}), **given})
+            raise ConfigError(f"{option} = {value!r} is invalid: use {plain[option].words}")
+    return make(name, **{**kind.presets.get(preset, {}), **values})
 
 
 class PlainOption(NamedTuple):

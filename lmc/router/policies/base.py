@@ -62,7 +62,7 @@ class Policy(ABC):
 def check(valid: bool, name: str, value: object, expected: str) -> None:
     """Raise `ConfigError` unless the option `name` is valid; `expected` describes its valid values."""
     if not valid:
-        raise ConfigError(f"{name} = {value!r} is invalid: it has to be {expected}")
+        raise ConfigError(f"{name} = {value!r} is invalid: use {expected}")
 
 
 def check_count(name: str, value: int) -> None:

@@ -77,15 +77,15 @@ class Documents(Policy):
     def choose(self, request: PromptRequest, candidates: Sequence[Candidate]) -> RoutingChoice:
         """Return the engine with the least expected time to first token, and its expected reuse."""
         cut, offers = self._cut(request), self.offers(request, candidates)
-        least, home = min(offer.seconds for offer in offers), self._home(request, cut, offers)
-        if home is not None and home.seconds <= self._stay * least:
-            chosen, why = home, "conversation"
+        shortest, home = min(offer.seconds for offer in offers), self._home(request, cut, offers)
+        if home is not None and home.seconds <= self._stay * shortest:
+            chosen, reason = home, "conversation"
         else:
-            tied = [offer for offer in offers if offer.seconds <= least * (1 if cut.documents else TIE_FACTOR)]
+            tied = [offer for offer in offers if offer.seconds <= shortest * (1 if cut.documents else TIE_FACTOR)]
             chosen = min(tied, key=lambda offer: self._order(cut, offer.candidate))
-            why = "documents" if chosen.documents else "beginning" if chosen.reused else "least time"
+            reason = "documents" if chosen.documents else "beginning" if chosen.reused else "least time"
         assumed = chosen.beginning, chosen.assumed, chosen.assumed_beginning
-        return RoutingChoice(chosen.candidate.name, why, chosen.reused, chosen.cost, *assumed)
+        return RoutingChoice(chosen.candidate.name, reason, chosen.reused, chosen.cost, *assumed)
 
     def sent(self, request: PromptRequest, engine: str) -> TakeBack:
         """Record that an engine will have the documents of a request."""
@@ -147,8 +147,8 @@ class Documents(Policy):
 
     def offers(self, request: PromptRequest, candidates: Sequence[Candidate]) -> list["EngineOffer"]:
         """Return the expected cost and reuse of a request at each engine."""
-        cut, mean = self._cut(request), (sum(one.load for one in candidates) + 1) / len(candidates)
-        return [self._offer(request, cut, one, mean) for one in candidates]
+        cut, mean = self._cut(request), (sum(candidate.load for candidate in candidates) + 1) / len(candidates)
+        return [self._offer(request, cut, candidate, mean) for candidate in candidates]
 
     def _beginning(self, request: PromptRequest, cut: Cut, candidate: Candidate) -> Beginning:
         """Return the beginning of a prompt that an engine has, according to KV events if the engine publishes them.
@@ -158,30 +158,30 @@ class Documents(Policy):
         if request.tokens is None or not self.blocks.block_sizes(candidate.name):
             return self.index.beginning(candidate.cache, cut)
         assert self._last is not None
-        told = self.blocks.longest(candidate.name, self._last[2]).tokens
-        return Beginning(max(told, self.index.prefix(candidate.cache, cut, LEARNING_SECONDS)))
+        confirmed = self.blocks.longest(candidate.name, self._last[2]).tokens
+        return Beginning(max(confirmed, self.index.prefix(candidate.cache, cut, LEARNING_SECONDS)))
 
     def _offer(self, request: PromptRequest, cut: Cut, candidate: Candidate, mean_load: float) -> "EngineOffer":
         self._cache_of[candidate.name] = candidate.cache
         ratio = candidate.ratio if self._ratio is None else self._ratio
-        start, most = self._beginning(request, cut, candidate), max(cut.tokens - 1, 0.0)
-        sent = min(start.tokens, most)
+        start, limit = self._beginning(request, cut, candidate), max(cut.tokens - 1, 0.0)
+        sent = min(start.tokens, limit)
         beginning = sent * start.certainty
         blended = worth = coming = new = assumed = 0.0
         documents = 0
-        all_found = self.index.find(candidate.cache, cut.documents, cut.tenant)
-        for document, found in zip(cut.documents, all_found, strict=True):
+        matches = self.index.find(candidate.cache, cut.documents, cut.tenant)
+        for document, match in zip(cut.documents, matches, strict=True):
             outside = min(document.tokens, document.stop - beginning)  # tokens that are not in the beginning
             if outside <= 0:
                 continue
-            if not (found.is_there or found.is_coming):  # the case of most engines
+            if not (match.is_there or match.is_coming):  # the case of most engines
                 new += document.tokens
                 continue
-            blended += outside * found.certainty
-            worth += outside * found.certainty * found.weight
-            coming += outside * found.is_coming
-            documents += found.is_there
-            if found.is_assumed:
+            blended += outside * match.certainty
+            worth += outside * match.certainty * match.weight
+            coming += outside * match.is_coming
+            documents += match.is_there
+            if match.is_assumed:
                 assumed += max(0.0, min(outside, document.stop - sent))
         if blended < candidate.blend_min_tokens:
             blended = worth = assumed = 0.0
@@ -193,15 +193,15 @@ class Documents(Policy):
         work = candidate.backlog + max(cost - coming * (1 - ratio), 1.0)
         work += self._surcharge * excess * cut.tokens + self._displacement * displaced
         reused = min(beginning + blended, cut.tokens)
-        assumed_beginning = min(start.assumed, most)
+        assumed_beginning = min(start.assumed, limit)
         return EngineOffer(candidate, work / candidate.rate, cost, reused, sent, documents, assumed, assumed_beginning)
 
     def _home(self, request: PromptRequest, cut: Cut, offers: Sequence["EngineOffer"]) -> "EngineOffer | None":
         """Return the engine of a conversation: that of its session, or the only one with most of the prompt."""
         engine = self._engine_of.get(request.scope, request.session) if request.session else None
         if engine is None:
-            found = [offer for offer in offers if offer.beginning > cut.tokens / 2]
-            return found[0] if len(found) == 1 else None
+            continued = [offer for offer in offers if offer.beginning > cut.tokens / 2]
+            return continued[0] if len(continued) == 1 else None
         return next((offer for offer in offers if offer.candidate.name == engine), None)
 
     def _order(self, cut: Cut, candidate: Candidate) -> tuple[float, int]:
@@ -234,6 +234,6 @@ class EngineOffer(NamedTuple):
 
 def _distance(cut: Cut, candidate: Candidate) -> int:
     """Return the rendezvous hash of an engine and the heaviest document (Thaler and Ravishankar, 1996)."""
-    heaviest = max(cut.documents, key=lambda one: (one.tokens, one.key), default=None)
+    heaviest = max(cut.documents, key=lambda document: (document.tokens, document.key), default=None)
     key = heaviest.key if heaviest else cut.blocks[0].to_bytes(8, "little") if cut.blocks else b""
     return -xxhash.xxh3_64_intdigest(candidate.cache.encode() + b"\0" + key)

@@ -85,14 +85,17 @@ class ApproximateLru(Policy):
         """Return the engine with the highest share."""
         hashes = self.hashes(request)
         matched = {candidate.name: self._index.leading(candidate.name, hashes) for candidate in candidates}
-        most = max(matched.values())
-        name = least_loaded(candidate for candidate in candidates if matched[candidate.name] == most).name
-        return RoutingChoice(name, "largest share" if most else "no match", most * self._tokens)
+        longest = max(matched.values())
+        name = least_loaded(candidate for candidate in candidates if matched[candidate.name] == longest).name
+        return RoutingChoice(name, "largest share" if longest else "no match", longest * self._tokens)
 
     def scores(self, request: PromptRequest, candidates: Sequence[Candidate]) -> dict[str, float]:
         """Return the share of the prompt's blocks that each engine has."""
         hashes = self.hashes(request)
-        return {one.name: self._index.leading(one.name, hashes) / max(len(hashes), 1) for one in candidates}
+        return {
+            candidate.name: self._index.leading(candidate.name, hashes) / max(len(hashes), 1)
+            for candidate in candidates
+        }
 
     def sent(self, request: PromptRequest, engine: str) -> TakeBack:
         """Add a prompt to an engine's simulated cache."""

@@ -70,7 +70,7 @@ class BlockHash(Policy):
     def scores(self, request: PromptRequest, candidates: Sequence[Candidate]) -> dict[str, float]:
         """Return the percentage of the prompt's blocks that match, for each engine."""
         hashes = self.hashes(request)
-        matched = {one.name: self._blocks.leading(hashes, one.name) for one in candidates}
+        matched = {candidate.name: self._blocks.leading(hashes, candidate.name) for candidate in candidates}
         return {name: float(match_percent(count, len(hashes))) for name, count in matched.items()}
 
     def sent(self, request: PromptRequest, engine: str) -> TakeBack:

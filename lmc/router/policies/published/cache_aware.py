@@ -118,7 +118,10 @@ class CacheAware(Policy):
 
     def scores(self, request: PromptRequest, candidates: Sequence[Candidate]) -> dict[str, float]:
         """Return the share of the prompt's characters that match, for each engine."""
-        lengths = {one.name: self._tree.match(request.text, request.scope, (one.name,)).length for one in candidates}
+        lengths = {
+            candidate.name: self._tree.match(request.text, request.scope, (candidate.name,)).length
+            for candidate in candidates
+        }
         return {name: length / max(len(request.text), 1) for name, length in lengths.items()}
 
     def sent(self, request: PromptRequest, engine: str) -> TakeBack:

@@ -114,7 +114,9 @@ class PrefixHashTrie(Policy):
     def scores(self, request: PromptRequest, candidates: Sequence[Candidate]) -> dict[str, float]:
         """Return the characters of the longest match of each engine, in whole chunks."""
         hashes = self._hashes(request)
-        return {one.name: float(self._nodes.leading(hashes, one.name) * self._chunk) for one in candidates}
+        return {
+            candidate.name: float(self._nodes.leading(hashes, candidate.name) * self._chunk) for candidate in candidates
+        }
 
     def sent(self, request: PromptRequest, engine: str) -> TakeBack:
         """Add a prompt to the trie for an engine."""
@@ -128,8 +130,8 @@ class PrefixHashTrie(Policy):
         """Return the engines that were sent the longest prefix of a prompt."""
         hashes = self._hashes(request)
         chunks = {engine: self._nodes.leading(hashes, engine) for engine in sorted(engines)}
-        most = max(chunks.values())
-        return TrieMatch(most * self._chunk, [engine for engine, count in chunks.items() if count == most])
+        deepest = max(chunks.values())
+        return TrieMatch(deepest * self._chunk, [engine for engine, count in chunks.items() if count == deepest])
 
     def _hashes(self, request: PromptRequest) -> list[int]:
         return chained(character_blocks(request.text, self._chunk), request.scope)

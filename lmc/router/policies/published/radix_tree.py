@@ -17,14 +17,14 @@ def common_length(text: str, start: int, edge: str) -> int:
     length = min(len(edge), len(text) - start)
     if text[start : start + length] == edge[:length]:
         return length
-    same, differs = 0, length  # text[start:][:same] is as in the edge, text[start:][:differs] is not
-    while differs - same > 1:
-        middle = (same + differs) // 2
-        if text[start + same : start + middle] == edge[same:middle]:
-            same = middle
+    common, differs = 0, length  # text[start:][:common] is as in the edge, text[start:][:differs] is not
+    while differs - common > 1:
+        middle = (common + differs) // 2
+        if text[start + common : start + middle] == edge[common:middle]:
+            common = middle
         else:
             differs = middle
-    return same
+    return common
 
 
 class PrefixMatch(NamedTuple):
@@ -107,9 +107,9 @@ class RadixTree:
             child = node.children.get(text[at])
             if child is None:
                 child = node.children[text[at]] = _TextNode(text[at:], node, tree)
-            same = common_length(text, at, child.edge)
-            node = child if same == len(child.edge) else self._split(child, same)
-            at += same
+            common = common_length(text, at, child.edge)
+            node = child if common == len(child.edge) else self._split(child, common)
+            at += common
             path.append(node)
         new = [node for node in path if worker not in node.tenants]
         self._use(path, worker)
@@ -123,9 +123,9 @@ class RadixTree:
             tenants = tuple(worker for worker in child.tenants if among is None or worker in among)
             if not tenants:
                 break
-            same = common_length(text, at, child.edge)
-            at, workers, node = at + same, tenants, child
-            if same < len(child.edge):
+            common = common_length(text, at, child.edge)
+            at, workers, node = at + common, tenants, child
+            if common < len(child.edge):
                 break
         return PrefixMatch(at, workers)
 

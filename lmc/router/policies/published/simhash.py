@@ -10,7 +10,7 @@ from lmc.router.prefix_hashes import encoded
 
 MAX_CHARACTERS = 400_000  # of a prompt that are hashed; more would delay other requests
 WINDOW = 16  # bytes, about three words of English
-SAMPLED = 8  # one in eight windows counts; which one depends on its bytes, not on its position
+SAMPLING = 8  # one in eight windows counts; which one depends on its bytes, not on its position
 FACTOR = 0x100000001B3  # base of the polynomial over a window's bytes: the prime of FNV-1a
 MIX = 0x9E3779B97F4A7C15  # spreads a polynomial's value over 64 bits; 2^64 divided by the golden ratio
 
@@ -36,11 +36,11 @@ def fingerprint(text: str, bits: int) -> int:
     import numpy as np
 
     hashes = _window_hashes(np.frombuffer(encoded(text), np.uint8))
-    sampled = hashes[hashes % np.uint64(SAMPLED) == 0]
+    sampled = hashes[hashes % np.uint64(SAMPLING) == 0]
     counted = sampled if len(sampled) else hashes
     places = np.arange(64 - bits, 64, dtype=np.uint64)
-    ones = [int(np.count_nonzero(counted >> place & np.uint64(1))) for place in places]
-    return sum(1 << place for place, count in enumerate(ones) if 2 * count > len(counted))
+    counts = [int(np.count_nonzero(counted >> place & np.uint64(1))) for place in places]
+    return sum(1 << place for place, count in enumerate(counts) if 2 * count > len(counted))
 
 
 class SimHash(Policy):
@@ -48,7 +48,7 @@ class SimHash(Policy):
 
     Source: the second policy of the RFC of vLLM's production-stack on prefix-aware routing, after Charikar's SimHash.
     The RFC gives no parameters and measures fewer hits than with its HashTrie. The parameters are ours: windows of 16
-    bytes, one in eight of which counts, and fingerprints of 8 bits. With fewer bits, similar prompts have the same
+    bytes, of these one in eight, and fingerprints of 8 bits. With fewer bits, similar prompts have the same
     fingerprint more often; more bits spread the load better. The first 400,000 characters count. The scope is part of
     the key. As published, loads are not balanced.
     """
