@@ -49,7 +49,7 @@ def kept(path: Path, slab: Slab) -> list[tuple[int, bytes]]:
 
 
 def test_the_file_does_not_grow_with_the_chunks_that_were_stored(tmp_path: Path, slab: Slab, monkeypatch) -> None:
-    monkeypatch.setattr(journals, "LEAST_BYTES", 1000)
+    monkeypatch.setattr(journals, "MIN_FILE_BYTES", 1000)
     journal, path = opened(tmp_path / "j", slab), tmp_path / "j"
     largest = 0
     for number in range(300):
@@ -111,5 +111,5 @@ def test_a_full_file_system_costs_what_is_stored_then_and_nothing_else(
         written(journal)
     fill(journal, slab, 3, key_of(3))
     journal.close()
-    assert caplog.text.count("is not kept for the next server") == 1
+    assert caplog.text.count("the next server will not find") == 1
     assert sorted(kept(tmp_path / "j", slab)) == [(slot, key_of(slot)) for slot in range(SLOTS)]

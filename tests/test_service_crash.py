@@ -230,7 +230,7 @@ def test_another_server_takes_over_while_clients_work(serve, memory, storm):
     server.options = *options, "--takeover"
     server.start()
     assert first.wait(60) == 0
-    assert "chunks are in memory from before" in server.log
+    assert "chunks of an earlier server in memory" in server.log
     eventually(lambda: status(server.path).clients == 2 * CLIENTS)
     before = storm.said["read"]
     eventually(lambda: storm.said["read"] > before + 50)
@@ -281,7 +281,7 @@ def test_a_second_server_is_refused_and_memory_of_another_size_is_removed(tmp_pa
     server = serve("--memory", str(memory))
     store = attached(server)
     put(store, key_of(0))
-    with pytest.raises(TierUnusable, match="another cache server has the memory"):
+    with pytest.raises(TierUnusable, match="another cache server uses the memory"):
         CacheServer(Settings(max_local_cpu_size=MEMORY), tmp_path / "other.sock", memory=memory)
     assert server.stop() == 0
     store.close()

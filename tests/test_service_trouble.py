@@ -20,7 +20,7 @@ from test_cli import lmc
 from lmc.config.settings import Settings
 from lmc.errors import StorageError, TierUnusable
 from lmc.server import arenas, lifelines, own_files
-from lmc.server.http_api import MOST_SUBSCRIBERS, application
+from lmc.server.http_api import MAX_SUBSCRIBERS, application
 from lmc.server.journal import Journal
 from lmc.server.messages import Described, Keep
 from lmc.server.overview import Overview
@@ -109,7 +109,7 @@ def test_a_client_that_cannot_be_taken_hears_why_and_counts_no_more(tmp_path, mo
 
 
 def test_a_lease_ends_although_there_are_too_many_open_files_for_a_moment(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(lifelines, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(lifelines, "LOCK_RETRY_SECONDS", 0.01)
     with serving(tmp_path, 8) as server:
         child = Child(server)
         assert child.ask("begin 1") == 0
@@ -125,8 +125,7 @@ def test_a_lease_ends_although_there_are_too_many_open_files_for_a_moment(tmp_pa
         eventually(lambda: server.clients == 0)
         assert failures == []
         assert [record.message for record in caplog.records if "Too many open files" in record.message] == [
-            "cannot see whether a client has ended ([Errno 24] Too many open files): its slots stay unused until that "
-            "works"
+            "cannot check whether a client has ended ([Errno 24] Too many open files): its slots stay unused"
         ]
         two = attached(server)
         assert two.held() == 0
@@ -135,7 +134,7 @@ def test_a_lease_ends_although_there_are_too_many_open_files_for_a_moment(tmp_pa
 
 
 def test_memory_moves_on_when_an_arena_is_being_closed_or_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(arenas, "MOST_ARENAS", 2)
+    monkeypatch.setattr(arenas, "MAX_ARENAS", 2)
     with serving(tmp_path, 12) as server:
         first = attached(server)
         assert len(filled(first, [key_of(number) for number in range(12)])) == 12
@@ -172,7 +171,7 @@ def test_others_attach_while_an_arena_is_being_closed(tmp_path, monkeypatch, fai
 
     Closing writes to tiers, so all engines that came meanwhile were refused when their deadline had passed.
     """
-    monkeypatch.setattr(arenas, "MOST_ARENAS", 2)
+    monkeypatch.setattr(arenas, "MAX_ARENAS", 2)
     with serving(tmp_path, 12) as server, ThreadPoolExecutor(2) as pool:
         attached(server).close()
         eventually(lambda: not server.arenas.budget.used(SIZES))
@@ -192,7 +191,7 @@ def test_others_attach_while_an_arena_is_being_closed(tmp_path, monkeypatch, fai
         assert closing.wait(60)
         again = pool.submit(attached, server, OTHER, deadline=60.0)
         again.result(20).close()
-        with pytest.raises(StorageError, match="clients have 2 geometries of chunks already"):
+        with pytest.raises(StorageError, match=r"maximum number of chunk geometries \(2\)"):
             attached(server, Sizes(Shares((1,)), PART_BYTES, 1), deadline=60.0)
         assert not third.done()
         go.set()
@@ -217,12 +216,12 @@ def test_a_geometry_that_was_forgotten_gives_nothing_back(tmp_path):
 def test_a_server_that_ends_opens_no_arena(tmp_path):
     with serving(tmp_path, 8) as server:
         server.close()
-        with pytest.raises(StorageError, match="the cache server ends"):
+        with pytest.raises(StorageError, match="the cache server is shutting down"):
             server.arenas.open(SIZES)
 
 
 def test_pins_of_an_arena_that_was_closed_take_no_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(arenas, "MOST_ARENAS", 1)
+    monkeypatch.setattr(arenas, "MAX_ARENAS", 1)
     with serving(tmp_path, 16, document_share=0.5) as server:
         one = attached(server)
         keys = filled(one, [key_of(number) for number in range(3)])
@@ -271,11 +270,11 @@ def test_no_more_subscribers_are_taken_than_there_may_be(tmp_path):
 
     async def many(of):
         app, statuses = application(of, "", {}), []
-        asking = [asyncio.create_task(ask(app, statuses)) for _ in range(3 * MOST_SUBSCRIBERS)]
+        asking = [asyncio.create_task(ask(app, statuses)) for _ in range(3 * MAX_SUBSCRIBERS)]
         while len(statuses) < len(asking):
             await asyncio.sleep(0.01)
-        assert Counter(statuses) == {200: MOST_SUBSCRIBERS, 503: 2 * MOST_SUBSCRIBERS}
-        assert of.subscribers == MOST_SUBSCRIBERS
+        assert Counter(statuses) == {200: MAX_SUBSCRIBERS, 503: 2 * MAX_SUBSCRIBERS}
+        assert of.subscribers == MAX_SUBSCRIBERS
         for one in asking:
             one.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
@@ -322,7 +321,7 @@ def test_a_second_server_takes_nothing_from_the_first_one_when_it_is_refused(tmp
         client = attached(server)
         there = below(tmp_path)
         for path in (server.path, tmp_path / "other.sock"):
-            with pytest.raises(TierUnusable, match=r"listens at|has the memory"):
+            with pytest.raises(TierUnusable, match=r"listens at|uses the memory"):
                 CacheServer(Settings(max_local_cpu_size=0.001), path, memory=memory)
         assert below(tmp_path) == there
         with closing(client), closing(attached(server)) as other:
@@ -339,7 +338,7 @@ def test_a_socket_that_cannot_be_given_to_its_group_does_not_stay(tmp_path, monk
 
 def test_a_lock_that_a_refused_start_has_removed_is_not_taken_for_one(tmp_path, monkeypatch):
     """A server had opened the file when it was removed, and would have had a lock that nobody else sees."""
-    monkeypatch.setattr(own_files, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(own_files, "SOCKET_LOCK_SECONDS", 0.05)
     path, real, others = tmp_path / "lmc.sock", fcntl.flock, []
     first = own_files.OwnFiles(path, None, None)
 
@@ -351,7 +350,7 @@ def test_a_lock_that_a_refused_start_has_removed_is_not_taken_for_one(tmp_path, 
         real(file, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with pytest.raises(TierUnusable, match=r"listens at .* already"):
+    with pytest.raises(TierUnusable, match=r"already listens at"):
         own_files.OwnFiles(path, None, None)
     assert path.exists()
     others[1].close()

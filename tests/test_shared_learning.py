@@ -14,7 +14,13 @@ from lmc.connectors.transformers import CachedModel
 from lmc.documents.learn_queue import LearnQueue, Unlearned
 from lmc.keys import RecordKind
 from lmc.server.client.remote_learning import RemoteLearning
-from lmc.server.learning import AT_ONCE, CLAIM_SECONDS, MOST_CLAIMS, MOST_WAITING, WaitingDocuments
+from lmc.server.learning import (
+    CLAIM_SECONDS,
+    MAX_CLAIMED_DOCUMENTS,
+    MAX_CLAIMS,
+    MAX_WAITING_DOCUMENTS,
+    WaitingDocuments,
+)
 
 ONE, TWO = b"\1" * 32, b"\2" * 32  # namespaces
 BEAT = 1.0  # second
@@ -52,7 +58,7 @@ def test_a_document_waits_until_it_is_learned_or_nobody_can():
     waiting.discard("a")
     assert waiting.take("idle", {ONE}, has_time=True) == []
     waiting.offer("b", document(2), "met it")
-    for _ in range(MOST_CLAIMS):
+    for _ in range(MAX_CLAIMS):
         assert waiting.take("idle", {ONE}, has_time=True) == [document(2)]
         clock.now += CLAIM_SECONDS + 1
     assert waiting.take("idle", {ONE}, has_time=True) == []
@@ -78,10 +84,12 @@ def test_a_pinned_document_that_is_nowhere_is_given_to_clients_without_time():
 
 def test_clients_get_some_at_a_time_and_the_oldest_are_dropped():
     waiting = WaitingDocuments(Clock())
-    for number in range(MOST_WAITING + 3):
+    for number in range(MAX_WAITING_DOCUMENTS + 3):
         waiting.offer(str(number), document(number), "met it")
-    assert len(waiting) == MOST_WAITING
-    assert waiting.take("idle", {ONE}, has_time=True) == [document(3 + number) for number in range(AT_ONCE)]
+    assert len(waiting) == MAX_WAITING_DOCUMENTS
+    assert waiting.take("idle", {ONE}, has_time=True) == [
+        document(3 + number) for number in range(MAX_CLAIMED_DOCUMENTS)
+    ]
 
 
 def test_an_engine_offers_what_has_waited_and_says_each_thing_once():

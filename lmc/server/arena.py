@@ -28,10 +28,10 @@ from lmc.storage.tiers.tier import Tier, Wrapped, is_local
 from lmc.storage.tiers.tier_guard import TierGuard
 
 AHEAD_BYTES, AHEAD_SHARE = GIB, 8  # memory that an arena allocates ahead: at most this, and 1/8 of the budget
-NAMESPACES = 1 << 14  # limit for remembered namespaces
+MAX_NAMESPACES = 1 << 14  # limit for remembered namespaces
 AHEAD_SECONDS = 0.005  # delay between the first stored chunk and the allocation of memory for the next chunks
-PAUSE_SECONDS = 5.0  # during which an arena allocates no memory, after the system had none
-CHUNK_SIZES = 64  # limit for the different chunk sizes (in tokens) that are tried for a document
+NO_MEMORY_SECONDS = 5.0  # during which an arena allocates no memory, after the system had none
+MAX_CHUNK_SIZES = 64  # limit for the different chunk sizes (in tokens) that are tried for a document
 
 complain = TierGuard().complain  # logs each kind of problem at most once a minute
 
@@ -50,13 +50,13 @@ class Arena:
         document_share: float,
         share: PinnedShare,
         room: int,
-        noted: Path | None,
+        pins_file: Path | None,
         quotas: Quotas,
         neighbours: "Callable[[], Sequence[Arena]]",
     ) -> None:
         """The log `everything` receives all changes of this arena, too.
 
-        Pinned documents may take `room` bytes in all arenas that have this `share`; the file `noted` records the pins.
+        Pinned documents may take `room` bytes in all arenas that have this `share`. `pins_file` records the pins.
         `neighbours` returns all arenas, which share the quotas.
         """
         changes, self._fair = _ArenaChanges(everything), FairShares(quotas)
@@ -73,10 +73,10 @@ class Arena:
         self.keeper = Keeper(
             self.store,
             self.known,
-            noted,
+            pins_file,
             keys_of=lambda _, __, keys: keys,
-            learn=lambda one: self.waiting.want(one.id, Unlearned.of(one)),
-            unqueue=lambda one: self.waiting.discard(one.id),
+            learn=lambda document: self.waiting.want(document.id, Unlearned.of(document)),
+            unqueue=lambda document: self.waiting.discard(document.id),
             size=lambda document: len(document.keys) * sizes.slot_bytes / room if room else float("inf"),
             share=share,
         )
@@ -88,7 +88,7 @@ class Arena:
 
     def cut_into(self, chunk_size: int) -> None:
         """Add a client's chunk size, in tokens, to the sizes that are tried for documents."""
-        if chunk_size and len(self._sizes_of_chunks) < CHUNK_SIZES:
+        if chunk_size and len(self._sizes_of_chunks) < MAX_CHUNK_SIZES:
             self._sizes_of_chunks.add(chunk_size)
 
     def start(self) -> None:
@@ -128,7 +128,7 @@ class Arena:
 
     def used(self, namespace: bytes) -> None:
         """Register a namespace that clients of this arena use."""
-        if len(self._namespaces) < NAMESPACES:
+        if len(self._namespaces) < MAX_NAMESPACES:
             self._namespaces.add(namespace)
 
     @property
@@ -151,7 +151,7 @@ class Arena:
         _, present = self.store.changes.present()
         chunks = chain.from_iterable(present.values())
         keys = {chunk.key for chunk in chunks if owners.cover(chunk.model, chunk.tenant)}
-        documents = [one for one in self.known.list() if owners.cover(one.model, one.tenant)]
+        documents = [document for document in self.known.list() if owners.cover(document.model, document.tenant)]
         self.keeper.remove(documents)  # This includes documents that wait to be learned again.
         for wait in (False, True):  # A chunk may have been loaded during its removal.
             for key in keys:
@@ -164,13 +164,13 @@ class Arena:
         Chunks may be evicted from all arenas, from this arena first.
         """
         freed = 0
-        for quota, over in self._quotas.excess(model, tenant, size):
-            left = over
+        for quota, excess in self._quotas.excess(model, tenant, size):
+            remaining = excess
             for arena in (self, *(other for other in self._neighbours() if other is not self)):
                 covers = partial(_covers, quota)
-                while left > 0 and (evicted := arena.store.evict(covers, left)):
-                    left -= evicted
-            freed += over - left
+                while remaining > 0 and (evicted := arena.store.evict(covers, remaining)):
+                    remaining -= evicted
+            freed += excess - remaining
         return freed
 
     def close(self) -> None:
@@ -194,16 +194,16 @@ class Arena:
         """
         first = meta.first
         if len(tokens) != first + meta.tokens:
-            raise ValueError("another document's label")
-        known = self._chunk_sizes.get(meta.namespace, 0)
-        sizes = [known, *sorted(self._sizes_of_chunks, reverse=True)] if first else [meta.tokens]
+            raise ValueError("the label belongs to another document")
+        chunk_size = self._chunk_sizes.get(meta.namespace, 0)
+        sizes = [chunk_size, *sorted(self._sizes_of_chunks, reverse=True)] if first else [meta.tokens]
         for size in sizes:
             fits = size and first % size == 0 and size >= meta.tokens
             if fits and (keys := document_keys(meta.namespace, tokens, size))[-1] == meta.key:
-                if first and len(self._chunk_sizes) < NAMESPACES:
+                if first and len(self._chunk_sizes) < MAX_NAMESPACES:
                     self._chunk_sizes[meta.namespace] = size
                 return keys
-        raise ValueError("another document's label")
+        raise ValueError("the label belongs to another document")
 
     def _look_around(self) -> None:
         """Read which records the tiers have, register their documents, and evict records beyond a tier's size limit."""
@@ -255,11 +255,18 @@ class ArenaBacking(Backing):
         )
         self._thread.start()
 
+<<<<<<< HEAD
     def claim(self, *, ahead: bool = False) -> bool:
         """See `Backing.claim`. After the system had no memory, claims fail for `PAUSE_SECONDS`."""
         if not ahead:
             self._used.set()
         return time.monotonic() >= self._pause and self._budget.take(self._sizes, ahead=ahead)
+=======
+    def claim(self) -> bool:
+        """See `MemoryClaims.claim`. After the system had no memory, claims fail for `NO_MEMORY_SECONDS`."""
+        self._wanted.set()
+        return self._claimed(ahead=False)
+>>>>>>> 69adad3 (server: messages with value and remedy, requests are handled and not asked)
 
     def unclaim(self) -> None:
         """See `Backing.unclaim`."""
@@ -268,12 +275,12 @@ class ArenaBacking(Backing):
     def allocate(self, slots: Sequence[Slot]) -> set[Slot]:
         """See `Backing.allocate`. One thread is enough: the system allocates the memory for one thread at a time."""
         try:
-            taken = [self._slab.take(slot) for slot in slots]
+            allocated = [self._slab.take(slot) for slot in slots]
         except BaseException:
             for slot in slots:
                 self._slab.give_back(slot)
             raise
-        lacking = {slot for slot, there in zip(slots, taken, strict=True) if not there}
+        lacking = {slot for slot, has_memory in zip(slots, allocated, strict=True) if not has_memory}
         if lacking:
             self._pause = time.monotonic() + PAUSE_SECONDS
             complain("memory", "the system has no memory for chunks within max_local_cpu_size: lower it")
@@ -303,13 +310,43 @@ class ArenaBacking(Backing):
         if self._journal is not None:
             self._journal.remove()
 
+<<<<<<< HEAD
     def _allocate_ahead(self, allocate_ahead: Callable[[int], bool]) -> None:
+=======
+    def _take(self, slot: Slot) -> bool:
+        """Allocate memory for an unused slot; return whether the budget and the system had memory for it."""
+        if not self._claimed(ahead=True):
+            return False
+        allocated = self._slab.take(slot)
+        if not allocated:
+            self.unclaim()
+            self._no_memory()
+        return allocated
+
+    def _claimed(self, *, ahead: bool) -> bool:
+        return time.monotonic() >= self._pause and self._budget.take(self._sizes, ahead=ahead)
+
+    def _no_memory(self) -> None:
+        self._pause = time.monotonic() + NO_MEMORY_SECONDS
+        complain("memory", "the system ran out of memory below max_local_cpu_size: lower it")
+
+    def _take_ahead(self, supply: SlotSupply) -> None:
+>>>>>>> 69adad3 (server: messages with value and remedy, requests are handled and not asked)
         while not self._stopped:
             self._used.wait()
             time.sleep(AHEAD_SECONDS)
+<<<<<<< HEAD
             self._used.clear()
             while not self._stopped and allocate_ahead(self._goal):
                 pass
+=======
+            self._wanted.clear()
+            while not self._stopped and (slot := supply.prepare(self._ahead)) is not None:
+                allocated = self._take(slot)
+                supply.prepared(slot, ready=allocated)
+                if not allocated:
+                    break
+>>>>>>> 69adad3 (server: messages with value and remedy, requests are handled and not asked)
 
 
 class _ArenaChanges(ChangeLog):
@@ -354,7 +391,7 @@ class ChangeLogs(ChangeLog):
 
     def remove(self, changes: object) -> None:
         """Stop passing changes on to a log."""
-        self.all = [one for one in self.all if one[1] is not changes]
+        self.all = [entry for entry in self.all if entry[1] is not changes]
 
     def appeared(self, place: str, meta: RecordMeta) -> None:
         """See `ChangeLog.appeared`."""

@@ -35,9 +35,9 @@ from lmc.storage.tiers.tier import Tier, is_local
 log = logging.getLogger(__name__)
 
 MEMORY_SECONDS = 10.0  # timeout for available memory at the start of a server
-MOST_SLOTS = 1 << 22
-MOST_ARENAS = 64  # Each arena needs a few threads, and addresses for the whole budget.
-BLOCK = 512  # bytes; the unit of `st_blocks`
+MAX_SLOTS = 1 << 22
+MAX_ARENAS = 64  # Each arena needs a few threads, and addresses for the whole budget.
+STAT_BLOCK_BYTES = 512  # bytes; the unit of `st_blocks`
 
 
 class Arenas:
@@ -61,14 +61,14 @@ class Arenas:
         """
         self._settings, self.budget = settings, Budget(int(settings.max_local_cpu_size * GIB))
         self._lifelines, self._memory, self._group = lifelines, memory, group
-        self.page_locked, self._most = page_locked, 1 if page_locked else MOST_ARENAS
-        kept = sum(path.stat().st_blocks * BLOCK for path in memory.glob("*.slab")) if memory else 0
+        self.page_locked, self._most = page_locked, 1 if page_locked else MAX_ARENAS
+        adopted_bytes = sum(path.stat().st_blocks * STAT_BLOCK_BYTES for path in memory.glob("*.slab")) if memory else 0
         until = time.monotonic() + MEMORY_SECONDS  # Clients of an ended server hold its memory briefly.
-        while self.budget.size > (room := _room(memory) + kept) and time.monotonic() < until:
+        while self.budget.size > (room := _room(memory) + adopted_bytes) and time.monotonic() < until:
             time.sleep(0.1)
         if self.budget.size > room:
-            there = f"{room / GIB:.2f} GiB of memory are available{f' in {memory}' if memory else ''}"
-            raise NoMemory(f"max_local_cpu_size = {settings.max_local_cpu_size:g} GB: {there}; lower it")
+            available = f"only {room / GIB:.2f} GiB of memory are available{f' in {memory}' if memory else ''}"
+            raise NoMemory(f"max_local_cpu_size = {settings.max_local_cpu_size:g} GB is too large: {available}")
         self.changes = ChangeLog()  # changes of all arenas
         self.quotas = Quotas(self.changes, settings.local_disk or memory)
         self._pinned = PinnedShare()
@@ -104,7 +104,7 @@ class Arenas:
                     closing.callback(self._close, arena)
             with self._lock:
                 if self._closed:
-                    raise StorageError("the cache server ends")
+                    raise StorageError("the cache server is shutting down")
                 if sizes not in self._arenas:
                     self._arenas = {**self._arenas, sizes: self._made(sizes)}
                 self.budget.use(sizes, 1)
@@ -118,27 +118,26 @@ class Arenas:
         """Subtract a client from an arena's count."""
         self.budget.use(arena.sizes, -1)
 
-    def _taken_out_for(self, wanted: Sizes) -> list[Arena]:
+    def _taken_out_for(self, new: Sizes) -> list[Arena]:
         """Remove arenas without clients from the list, if one more would be too many; return them to be closed.
 
         Raises `StorageError` if too few arenas are without clients, or if the server is shutting down. The caller
         holds the lock.
         """
         if self._closed:
-            raise StorageError("the cache server ends")
-        others = {*self._arenas, *self._making} - {wanted}
+            raise StorageError("the cache server is shutting down")
+        others = {*self._arenas, *self._making} - {new}
         unused = [sizes for sizes in self._arenas if not self.budget.used(sizes)]
-        unused = [sizes for sizes in unused if sizes != wanted and sizes not in self._making]
+        unused = [sizes for sizes in unused if sizes != new and sizes not in self._making]
         too_many = max(0, len(others) + 1 - self._most)
         if len(unused) < too_many:
-            there = f"clients have {self._most} geometries of chunks already, which is the most"
-            locked = "clients have chunks of another geometry, and with --page-locked there is one"
-            cure = "start another server for these, or this server without --page-locked"
-            raise StorageError(f"{locked}: {cure}" if self.page_locked else there)
+            reason = f"clients already use the maximum number of chunk geometries ({self._most})"
+            hint = ", or this server without --page-locked" if self.page_locked else ""
+            raise StorageError(f"{reason}: start another server{hint}")
         leaving = unused[:too_many]
         self._closing.update(leaving)
         closed = [self._arenas[sizes] for sizes in leaving]
-        self._arenas = {sizes: one for sizes, one in self._arenas.items() if sizes not in leaving}
+        self._arenas = {sizes: arena for sizes, arena in self._arenas.items() if sizes not in leaving}
         return closed
 
     def _close(self, arena: Arena) -> None:
@@ -146,7 +145,7 @@ class Arenas:
 
         Chunks that are only in memory are written to the tiers.
         """
-        log.info("there are too many geometries of chunks: one that no client has is closed, with its memory")
+        log.info("closed the memory of a chunk geometry without clients: there are too many geometries")
         try:
             arena.close()
             arena.leave()
@@ -164,7 +163,7 @@ class Arenas:
 
     def document(self, name: str) -> KnownDocument | None:
         """Return the known document with this id, or None."""
-        return next((found for arena in self.all() if (found := arena.known.get(name))), None)
+        return next((document for arena in self.all() if (document := arena.known.get(name))), None)
 
     def close(self) -> None:
         """Write all chunks that are only in memory to the tiers, and close the tiers."""
@@ -181,40 +180,48 @@ class Arenas:
 
     def _made(self, sizes: Sizes) -> Arena:
         settings, slots = self._settings, self.budget.size // sizes.slot_bytes
-        if slots > MOST_SLOTS:
-            raise StorageError(f"chunks of {sizes.slot_bytes} bytes are too small for a cache server")
+        if slots > MAX_SLOTS:
+            raise StorageError(f"chunks of {sizes.slot_bytes} bytes are too small for a cache server: raise chunk_size")
         if not slots:
-            taken = f"one takes {sizes.slot_bytes / MIB:.3f} MiB; raise max_local_cpu_size of the cache server"
-            raise NoMemory(f"{self.budget.size / MIB:.3f} MiB of memory hold no chunk: {taken}")
+            size = f"a chunk of {sizes.slot_bytes / MIB:.3f} MiB does not fit into {self.budget.size / MIB:.3f} MiB"
+            raise NoMemory(f"{size} of memory: raise max_local_cpu_size of the cache server")
         file = self._memory / f"{sizes.name}-{slots}.slab" if self._memory else None
-        found = file is not None and file.exists()
+        adopted = file is not None and file.exists()
         slab = Slab(
             slots, sizes.shares, sizes.part_bytes, shared=True, sparse=True, page_locked=self.page_locked, file=file
         )
         if file is not None and self._group is not None:
             os.chown(file, -1, self._group)
             file.chmod(0o660)
-        own = [ArenaTier(tier, logs, sizes) for tier, logs in self._tiers]
-        tiers = coded(own, settings, sizes.item_bytes)
+        arena_tiers = [ArenaTier(tier, logs, sizes) for tier, logs in self._tiers]
+        tiers = coded(arena_tiers, settings, sizes.item_bytes)
         self.budget.count(sizes, 0)
         journal = Journal(file.with_suffix(".chunks"), slab) if file else None
         arena = Arena(
             slab,
             tiers,
             sizes=sizes,
-            backing=ArenaBacking(self.budget, sizes, slab, journal, list(map(Slot, range(slots))) if found else ()),
+            backing=ArenaBacking(self.budget, sizes, slab, journal, list(map(Slot, range(slots))) if adopted else ()),
             everything=self.changes,
             document_share=settings.document_share,
             share=self._pinned,
             room=self._room_for_pins(),
-            noted=self._notes(sizes),
+            pins_file=self._pins_file(sizes),
             quotas=self.quotas,
             neighbours=self.all,
         )
         arena.start()
         if journal is not None:
+<<<<<<< HEAD
             log.info("%d chunks are in memory from before", arena.store.changes.counts().get("host", Amount()).chunks)
             threading.Thread(target=self._end_quarantine, args=(arena.store,), name="lmc-older", daemon=True).start()
+=======
+            log.info(
+                "found %d chunks of an earlier server in memory",
+                arena.store.changes.counts().get("host", Amount()).chunks,
+            )
+            threading.Thread(target=self._make_safe, args=(arena.store,), name="lmc-older", daemon=True).start()
+>>>>>>> 69adad3 (server: messages with value and remedy, requests are handled and not asked)
         return arena
 
     def _room_for_pins(self) -> int:
@@ -223,24 +230,24 @@ class Arenas:
         room = settings.max_local_disk_size if settings.local_disk else settings.max_local_cpu_size
         return int(settings.document_share * room * GIB)
 
-    def _notes(self, sizes: Sizes) -> Path | None:
+    def _pins_file(self, sizes: Sizes) -> Path | None:
         """Return the file that records the pins of an arena; None if nothing outlives the server."""
         place = self._settings.local_disk or self._memory
         return place / file_of_geometry(sizes.name) if place else None
 
     def _kept(self) -> list[Sizes]:
         """Return the chunk sizes with memory of an earlier server; remove memory whose size differs from the budget."""
-        found = []
+        geometries = []
         for path in sorted(self._memory.glob("*.slab")) if self._memory else ():
             name, _, slots = path.stem.rpartition("-")
             sizes = Sizes.named(name)
             if sizes is not None and slots == str(self.budget.size // sizes.slot_bytes):
-                found.append(sizes)
+                geometries.append(sizes)
             else:
-                log.warning("%s was made with another max_local_cpu_size, and is removed", path)
+                log.warning("removed %s: it was made with another max_local_cpu_size", path)
                 path.unlink()
                 path.with_suffix(".chunks").unlink(missing_ok=True)
-        return found
+        return geometries
 
     def _end_quarantine(self, store: Store) -> None:
         """Release a store's quarantined slots for use, once no client of an earlier server can write into them."""
@@ -252,13 +259,13 @@ class Arenas:
         """Reclaim memory from arenas above their share while other arenas request it."""
         while self.budget.refused.wait() and not self._closed:
             self.budget.refused.clear()
-            held: set[Sizes] = set()
-            while (owing := self.budget.owing(held)) and not self._closed:
+            immovable: set[Sizes] = set()
+            while (owing := self.budget.owing(immovable)) and not self._closed:
                 sizes, slots = owing
-                given = self._shrunk(sizes, slots)
-                self.budget.count(sizes, -given)
-                if not given:
-                    held.add(sizes)
+                freed = self._shrunk(sizes, slots)
+                self.budget.count(sizes, -freed)
+                if not freed:
+                    immovable.add(sizes)
 
     def _shrunk(self, sizes: Sizes, slots: int) -> int:
         """Reclaim up to `slots` slots of an arena; return their number, which is 0 if the arena is being closed."""
@@ -266,7 +273,7 @@ class Arenas:
         try:
             return arena.store.shrink(slots) if arena is not None else 0
         except Exception:  # Other arenas can still give memory.
-            log.exception("no memory can be taken from the chunks of one geometry now")
+            log.exception("reclaiming memory from a chunk geometry failed")
             return 0
 
 
@@ -275,5 +282,5 @@ def _room(memory: Path | None) -> int:
 
     A client that writes to a full tmpfs would be killed.
     """
-    there = os.statvfs(memory) if memory else None
-    return min(memory_available(), there.f_bavail * there.f_frsize) if there else memory_available()
+    tmpfs = os.statvfs(memory) if memory else None
+    return min(memory_available(), tmpfs.f_bavail * tmpfs.f_frsize) if tmpfs else memory_available()

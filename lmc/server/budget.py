@@ -64,21 +64,21 @@ class Budget:
             if slots >= 0 or sizes in self.taken:
                 self.taken[sizes] += slots * sizes.slot_bytes
 
-    def owing(self, held: Collection[Sizes] = ()) -> tuple[Sizes, int] | None:
+    def owing(self, immovable: Collection[Sizes] = ()) -> tuple[Sizes, int] | None:
         """Return the arena that should give slots to others, and the number of slots.
 
-        Returns None if no arena requests memory, or no arena has to give any. Arenas in `held` hold all their slots,
-        and have nothing to give.
+        Returns None if no arena requests memory, or no arena has to give any. Arenas in `immovable` hold all their
+        slots, and have nothing to give.
         """
         with self._lock:
-            wanted = max((sizes.slot_bytes for sizes in self.wanting if self._below_share(sizes)), default=0)
-            more = min(max(MOVED_AT_ONCE, wanted), self.size) - (self.size - self.taken.total())
-            above = {sizes: taken - self._share(sizes) for sizes, taken in self.taken.items() if sizes not in held}
+            requested = max((sizes.slot_bytes for sizes in self.wanting if self._below_share(sizes)), default=0)
+            missing = min(max(MOVED_AT_ONCE, requested), self.size) - (self.size - self.taken.total())
+            above = {sizes: used - self._share(sizes) for sizes, used in self.taken.items() if sizes not in immovable}
             sizes = max(above, key=above.__getitem__, default=None)
-            if not wanted or more <= 0 or sizes is None or above[sizes] <= 0:
+            if not requested or missing <= 0 or sizes is None or above[sizes] <= 0:
                 self.wanting.clear()
                 return None
-            return sizes, -(-min(more, above[sizes]) // sizes.slot_bytes)
+            return sizes, -(-min(missing, above[sizes]) // sizes.slot_bytes)
 
     def _share(self, sizes: Sizes) -> int:
         """Return the bytes that an arena may keep when others request memory: an equal share, or 0 without clients."""

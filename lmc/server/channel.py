@@ -13,12 +13,12 @@ from lmc.shapes import MIB
 
 T = TypeVar("T")
 
-LARGEST = 16 * MIB  # bytes of a request
-LARGEST_ANSWER = 1 << 31  # bytes of a response, such as all keys of a large disk
-AT_ONCE = 1 << 16  # bytes received with one call, at most
+MAX_REQUEST_BYTES = 16 * MIB
+MAX_RESPONSE_BYTES = 1 << 31  # such as all keys of a large disk
+RECEIVED_BYTES = 1 << 16  # bytes received with one call, at most
 LENGTH, CREDENTIALS = struct.Struct("<I"), struct.Struct("3i")
 SO_PEERGROUPS, GROUPS_BYTES = 59, 1024  # Python has no constant for this socket option.
-ANSWER, ERROR = b"\0", b"\1"  # the first byte of a response
+OK, ERROR = b"\0", b"\1"  # the first byte of a response
 
 
 class BrokenProtocol(StorageError):
@@ -30,13 +30,13 @@ def decoded(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
     try:
         return decoder.decode(frame)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # `ValueError`: invalid UTF-8
-        raise BrokenProtocol(f"a frame that is no message: {error}") from error
+        raise BrokenProtocol(f"sent an invalid message: {error}") from error
 
 
 class Channel:
     """Sends and receives frames. An `OSError` or `BrokenProtocol` ends the connection."""
 
-    def __init__(self, connection: socket.socket, largest: int = LARGEST) -> None:
+    def __init__(self, connection: socket.socket, largest: int = MAX_REQUEST_BYTES) -> None:
         """Accept received frames of up to `largest` bytes."""
         self._largest = largest
         self._socket, self._received = connection, bytearray()
@@ -56,7 +56,7 @@ class Channel:
             return None
         (length,) = LENGTH.unpack_from(self._received)
         if length > self._largest:
-            raise BrokenProtocol(f"a frame of {length} bytes")
+            raise BrokenProtocol(f"sent a frame of {length} bytes, above the limit of {self._largest}")
         self._fill(LENGTH.size + length, descriptors)
         frame = bytes(memoryview(self._received)[LENGTH.size : LENGTH.size + length])
         del self._received[: LENGTH.size + length]
@@ -68,11 +68,11 @@ class Channel:
 
     def peer(self) -> tuple[int, int, set[int]]:
         """Return process, user and groups of the other side; only the primary group if it has too many groups."""
-        asked = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-        process, user, group = CREDENTIALS.unpack(asked)
+        credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        process, user, group = CREDENTIALS.unpack(credentials)
         with suppress(OSError):
-            others = self._socket.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, GROUPS_BYTES)
-            return process, user, {group, *array.array("I", others)}
+            supplementary = self._socket.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, GROUPS_BYTES)
+            return process, user, {group, *array.array("I", supplementary)}
         return process, user, {group}
 
     def close(self) -> None:
@@ -85,13 +85,13 @@ class Channel:
         """Receive until `size` bytes are buffered; return false if the connection ends before the first byte."""
         while len(self._received) < size:
             if descriptors is None:
-                more = self._socket.recv(AT_ONCE)
+                received = self._socket.recv(RECEIVED_BYTES)
             else:
-                more, files, _, _ = socket.recv_fds(self._socket, AT_ONCE, 2, socket.MSG_CMSG_CLOEXEC)
+                received, files, _, _ = socket.recv_fds(self._socket, RECEIVED_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
                 descriptors += files
-            if not more:
+            if not received:
                 if self._received:
                     raise BrokenProtocol("the connection ended in the middle of a frame")
                 return False
-            self._received += more
+            self._received += received
         return True

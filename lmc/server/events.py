@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from lmc.storage.change_log import Change, ChangeLog, Chunk
 
-AT_ONCE = 500  # changes in an event
+MAX_EVENT_CHANGES = 500  # changes in an event
 T = TypeVar("T")
 
 
@@ -34,22 +34,24 @@ class Events:
             changes, complete = self._changes.since(int(number))
             if complete:
                 for part in _parts(changes):
-                    yield Event(self._id(part[-1].number), "changes", {"changes": [_described(one) for one in part]})
+                    yield Event(
+                        self._id(part[-1].number), "changes", {"changes": [_described(change) for change in part]}
+                    )
                 return
         newest, present = self._changes.present()
         listing = _parts([(place, chunk) for place, chunks in present.items() for chunk in chunks]) or [[]]
-        for i, some in enumerate(listing):
+        for i, batch in enumerate(listing):
             kind = "listing_goes_on" if i else "listing"
-            whole = i == len(listing) - 1  # A subscriber with a partial listing starts again.
-            chunks = [{"place": place, **_chunk(chunk)} for place, chunk in some]
-            yield Event(self._id(newest) if whole else "", kind, {"chunks": chunks})
+            complete_listing = i == len(listing) - 1  # A subscriber with a partial listing starts again.
+            chunks = [{"place": place, **_chunk(chunk)} for place, chunk in batch]
+            yield Event(self._id(newest) if complete_listing else "", kind, {"chunks": chunks})
 
     def _id(self, number: int) -> str:
         return f"{self._server}-{number}"
 
 
 def _parts(items: list[T]) -> list[list[T]]:
-    return [items[at : at + AT_ONCE] for at in range(0, len(items), AT_ONCE)]
+    return [items[at : at + MAX_EVENT_CHANGES] for at in range(0, len(items), MAX_EVENT_CHANGES)]
 
 
 def _described(change: Change) -> dict[str, Any]:

@@ -29,12 +29,14 @@ from lmc.shapes import GIB, KIB, MIB
 
 PAGE = Path(__file__).with_name("page.html")
 EVENT_SECONDS = 0.2  # between two checks for new events
-SILENT_SECONDS = 15.0  # without events, after which a subscriber gets a keep-alive comment
-LARGEST_QUOTA = 1 << 20  # GB
-OPEN = ("/", "/health", "/ready")  # paths that need no token
-LARGEST, PROMPT = 64 * KIB, 16 * MIB  # limits for a request body: with names and numbers only, and with a prompt
-MOST_LISTED, SENT_AT_ONCE = 100_000, 100  # documents in a listing, and in one piece of it
-MOST_SUBSCRIBERS = 16
+KEEP_ALIVE_SECONDS = 15.0  # without events, after which a subscriber gets a keep-alive comment
+MAX_QUOTA_GB = 1 << 20
+OPEN_PATHS = ("/", "/health", "/ready")  # paths that need no token
+MAX_REQUEST_BYTES = 64 * KIB  # limit for a request body with names and numbers only
+MAX_PROMPT_BYTES = 16 * MIB  # limit for a request body with a prompt
+MAX_LIST_LENGTH = 100_000  # documents
+STREAMED_DOCUMENTS = 100  # documents in one piece of a listing
+MAX_SUBSCRIBERS = 16
 TENANT = re.compile(f"[0-9a-f]{{{TENANT_DIGITS}}}")  # a tenant's name: digits of the cache salt's digest
 
 
@@ -52,28 +54,30 @@ class Owner(BaseModel):
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
     model: str | None = None
-    tenant: str | None = Field(None, description="as /v1/stat shows it")
-    cache_salt: str | None = Field(None, description="of the tenant, instead of its name")
+    tenant: str | None = Field(None, description="name of a tenant, from /v1/stat")
+    cache_salt: str | None = Field(None, description="cache salt of a tenant, instead of the tenant's name")
 
     def named(self) -> tuple[str | None, str | None]:
         """Return the names of model and tenant; raise `InputError` for an invalid tenant name."""
         if self.tenant and not TENANT.fullmatch(self.tenant):
-            raise InputError(f"no tenant is called {self.tenant!r}: give its cache_salt, or its name of /v1/stat")
+            raise InputError(f"invalid tenant {self.tenant!r}: use its name from /v1/stat, or cache_salt")
         return self.model, self.tenant if self.cache_salt is None else tenant_of(self.cache_salt)
 
 
 class Clearing(Owner):
     """The owners whose chunks are removed."""
 
-    everything: bool = Field(False, description="of all models and tenants")
+    everything: bool = Field(False, description="remove the chunks of all models and tenants")
 
 
 class QuotaChange(Owner):
     """A new limit for memory, and a new weight. A missing value stays unchanged."""
 
-    max_gb: Annotated[float, Field(ge=0, le=LARGEST_QUOTA)] | None = Field(None, description="null: no bound")
+    max_gb: Annotated[float, Field(ge=0, le=MAX_QUOTA_GB)] | None = Field(
+        None, description="limit in GB; null: no limit"
+    )
     weight: Annotated[float, Field(ge=0.001, le=1000)] = Field(
-        1.0, description="of the fair share of a model among models, or of a tenant among the tenants of its models"
+        1.0, description="weight of a model's fair share among models, or of a tenant's among the tenants of its models"
     )
 
 
@@ -82,29 +86,29 @@ def application(of: Overview, token: str, tenants: Mapping[str, str]) -> Guard:
     app = FastAPI(title="lmc cache server", version=__version__, docs_url=None, redoc_url=None)
     app.add_exception_handler(NotFound, lambda _, error: JSONResponse({"error": str(error)}, 404))
     app.add_exception_handler(InputError, lambda _, error: JSONResponse({"error": str(error)}, 400))
-    app.add_exception_handler(RequestValidationError, _wrong)
+    app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(AnyHTTPException, _refused)
     registry = CollectorRegistry()
     registry.register(ServerCollector(of))
     _add_probes(app, of, registry)
     _add_documents(app, of)
     _add_memory(app, of)
-    salts = {one: tenant_of(salt) for one, salt in tenants.items()}
-    return Guard(app, token, salts, OPEN, LARGEST, {"/v1/explain": PROMPT})
+    salts = {tenant_token: tenant_of(salt) for tenant_token, salt in tenants.items()}
+    return Guard(app, token, salts, OPEN_PATHS, MAX_REQUEST_BYTES, {"/v1/explain": MAX_PROMPT_BYTES})
 
 
 def _visitor(request: Request) -> Visitor:
-    found: Visitor = request.scope[VISITOR]
-    return found
+    visitor: Visitor = request.scope[VISITOR]
+    return visitor
 
 
 def _admin(request: Request) -> None:
     if _visitor(request).tenant is not None:
-        raise HTTPException(403, "this needs the token of the server, not that of a tenant")
+        raise HTTPException(403, "a tenant's token is not sufficient: send the server's token (LMC_ADMIN_TOKEN)")
 
 
-Seen = Annotated[Visitor, Depends(_visitor)]
-Limit = Annotated[int, Query(ge=1, le=MOST_LISTED)]
+Caller = Annotated[Visitor, Depends(_visitor)]
+Limit = Annotated[int, Query(ge=1, le=MAX_LIST_LENGTH)]
 ADMIN = [Depends(_admin)]
 
 
@@ -112,10 +116,10 @@ def _refused(_: Request, error: Any) -> Response:
     return JSONResponse({"error": error.detail}, error.status_code)
 
 
-def _wrong(_: Request, error: Any) -> Response:
+def _invalid(_: Request, error: Any) -> Response:
     first = error.errors()[0]
-    where = ".".join(map(str, first["loc"]))
-    return JSONResponse({"error": f"{where}: {first['msg']}"}, 400)
+    field = ".".join(map(str, first["loc"]))
+    return JSONResponse({"error": f"{field}: {first['msg']}"}, 400)
 
 
 def _add_probes(app: FastAPI, of: Overview, registry: CollectorRegistry) -> None:
@@ -123,23 +127,23 @@ def _add_probes(app: FastAPI, of: Overview, registry: CollectorRegistry) -> None
     def page() -> str:
         return PAGE.read_text(encoding="utf-8")
 
-    @app.get("/health", summary="The process answers")
+    @app.get("/health", summary="Report that the process responds")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/ready", summary="Clients can attach; 503 if not")
+    @app.get("/ready", summary="Report whether clients can attach; 503 if not")
     async def ready() -> Response:
-        why = of.why_not_ready()
-        return JSONResponse({"status": why or "ready"}, 503 if why else 200)
+        reason = of.why_not_ready()
+        return JSONResponse({"status": reason or "ready"}, 503 if reason else 200)
 
-    @app.get("/metrics", summary="Numbers for Prometheus", dependencies=ADMIN, response_class=PlainTextResponse)
+    @app.get("/metrics", summary="Return metrics for Prometheus", dependencies=ADMIN, response_class=PlainTextResponse)
     def metrics() -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/v1/events", summary="Changes as server-sent events", dependencies=ADMIN)
+    @app.get("/v1/events", summary="Send changes as server-sent events", dependencies=ADMIN)
     async def events(request: Request) -> StreamingResponse:
-        if of.subscribers >= MOST_SUBSCRIBERS:
-            raise HTTPException(503, f"there are {MOST_SUBSCRIBERS} subscribers already")
+        if of.subscribers >= MAX_SUBSCRIBERS:
+            raise HTTPException(503, f"the limit of {MAX_SUBSCRIBERS} subscribers is reached: try again later")
         return Subscription(of, request.headers.get("last-event-id", ""))
 
 
@@ -167,32 +171,32 @@ async def _events(of: Overview, last: str) -> AsyncIterator[str]:
             last, silent = event.id, 0.0
             yield f"id: {event.id}\nevent: {event.kind}\ndata: {json.dumps(event.data)}\n\n"
             await asyncio.sleep(0)
-        if silent >= SILENT_SECONDS:
+        if silent >= KEEP_ALIVE_SECONDS:
             silent = 0.0
-            yield ": nothing new\n\n"
+            yield ": no new events\n\n"
         await asyncio.sleep(EVENT_SECONDS)
         silent += EVENT_SECONDS
 
 
 def _add_documents(app: FastAPI, of: Overview) -> None:
-    @app.get("/v1/documents", summary="List documents, the one that was used last first")
-    def listed(seen: Seen, limit: Limit = DEFAULT_LIST_LENGTH) -> StreamingResponse:
-        total, documents = of.documents.listing(limit, seen.tenant)
+    @app.get("/v1/documents", summary="List documents, the most recently used first")
+    def listed(caller: Caller, limit: Limit = DEFAULT_LIST_LENGTH) -> StreamingResponse:
+        total, documents = of.documents.listing(limit, caller.tenant)
         return StreamingResponse(_listing(total, documents), media_type="application/json")
 
     @app.get("/v1/documents/{name:path}", summary="Show documents, by name or by the first digits of an id")
-    def show(seen: Seen, name: str) -> dict[str, Any]:
-        return dict(of.documents.show(name, seen.tenant))
+    def show(caller: Caller, name: str) -> dict[str, Any]:
+        return dict(of.documents.show(name, caller.tenant))
 
-    @app.patch("/v1/documents/{name:path}", summary="Pin documents, limit their time, or name them")
-    def change(seen: Seen, name: str, wanted: DocumentChange) -> dict[str, Any]:
-        if wanted.pinned is not None and seen.tenant is not None:
-            raise HTTPException(403, "a pin takes room from everybody, and needs the token of the server")
-        return dict(of.documents.change(name, wanted.model_dump(exclude_unset=True), seen.tenant))
+    @app.patch("/v1/documents/{name:path}", summary="Pin documents, set their time limit, or name them")
+    def change(caller: Caller, name: str, changes: DocumentChange) -> dict[str, Any]:
+        if changes.pinned is not None and caller.tenant is not None:
+            raise HTTPException(403, "a pin takes memory from all tenants: send the server's token (LMC_ADMIN_TOKEN)")
+        return dict(of.documents.change(name, changes.model_dump(exclude_unset=True), caller.tenant))
 
     @app.delete("/v1/documents/{name:path}", summary="Remove documents from all tiers")
-    def remove(seen: Seen, name: str) -> dict[str, Any]:
-        return dict(of.documents.remove(name, seen.tenant))
+    def remove(caller: Caller, name: str) -> dict[str, Any]:
+        return dict(of.documents.remove(name, caller.tenant))
 
 
 def _listing(total: int, documents: Iterable[Mapping[str, Any]]) -> Iterator[str]:
@@ -202,50 +206,55 @@ def _listing(total: int, documents: Iterable[Mapping[str, Any]]) -> Iterator[str
     """
     documents, begun = iter(documents), False
     yield f'{{"total": {total}, "documents": ['
-    while some := list(islice(documents, SENT_AT_ONCE)):
-        yield ("," if begun else "") + json.dumps(some)[1:-1]
+    while batch := list(islice(documents, STREAMED_DOCUMENTS)):
+        yield ("," if begun else "") + json.dumps(batch)[1:-1]
         begun = True
     yield "]}"
 
 
 def _add_memory(app: FastAPI, of: Overview) -> None:
-    @app.get("/v1/stat", summary="What is in use, by model, tenant and tier")
-    def stat(seen: Seen) -> dict[str, Any]:
-        return of.stat() if seen.tenant is None else {"owners": of.owners(seen.tenant)}
+    @app.get("/v1/stat", summary="Return memory and chunks in use, by model, tenant and tier")
+    def stat(caller: Caller) -> dict[str, Any]:
+        return of.stat() if caller.tenant is None else {"owners": of.owners(caller.tenant)}
 
-    @app.get("/v1/clients", summary="Who is attached, and what each holds", dependencies=ADMIN)
+    @app.get("/v1/clients", summary="List attached clients, and what each holds", dependencies=ADMIN)
     def clients() -> dict[str, Any]:
         return {"clients": of.clients()}
 
-    @app.post("/v1/explain", summary="What an engine would do with a prompt, and why", dependencies=ADMIN)
-    def explain(asked: dict[str, Any]) -> dict[str, Any]:
-        return of.explain(asked)
+    @app.post("/v1/explain", summary="Explain what an engine would do with a prompt", dependencies=ADMIN)
+    def explain(request: dict[str, Any]) -> dict[str, Any]:
+        return of.explain(request)
 
     @app.post("/v1/clear", summary="Remove all chunks of a model or a tenant, with their pins", dependencies=ADMIN)
-    def clear(wanted: Clearing) -> dict[str, Any]:
-        model, tenant = wanted.named()
-        if wanted.everything == (model is not None or tenant is not None):
-            raise InputError("say what to remove: a model, a tenant (or its cache_salt), or everything")
+    def clear(owners: Clearing) -> dict[str, Any]:
+        model, tenant = owners.named()
+        if owners.everything == (model is not None or tenant is not None):
+            raise InputError("set what to remove: model, tenant (or cache_salt), or everything")
         return {"removed": of.clear(model, tenant)}
 
-    @app.get("/v1/quota", summary="The bounds for memory, and how much of each is taken", dependencies=ADMIN)
+    @app.get("/v1/quota", summary="List memory quotas, and how much of each is used", dependencies=ADMIN)
     def quotas() -> dict[str, Any]:
         return {"quotas": of.quotas()}
 
-    @app.put("/v1/quota", summary="Bound the memory of a model or a tenant, or weigh its share", dependencies=ADMIN)
-    def bound(wanted: QuotaChange) -> dict[str, Any]:
-        model, tenant = wanted.named()
+    @app.put("/v1/quota", summary="Set the memory quota or the weight of a model or a tenant", dependencies=ADMIN)
+    def bound(change: QuotaChange) -> dict[str, Any]:
+        model, tenant = change.named()
         if model is None and tenant is None:
-            raise InputError("say whose quota it is: a model, a tenant (or its cache_salt)")
-        given: dict[str, Any] = {"weight": wanted.weight} if "weight" in wanted.model_fields_set else {}
-        if "max_gb" in wanted.model_fields_set:
-            given["bytes"] = None if wanted.max_gb is None else int(wanted.max_gb * GIB)
-        if not given:
-            raise InputError("give max_gb (null for no bound), or weight, or both")
-        of.bound(msgspec.structs.replace(of.quota(model, tenant), **given))
+            raise InputError("set the owner of the quota: model, or tenant (or cache_salt)")
+        values: dict[str, Any] = {"weight": change.weight} if "weight" in change.model_fields_set else {}
+        if "max_gb" in change.model_fields_set:
+            values["bytes"] = None if change.max_gb is None else int(change.max_gb * GIB)
+        if not values:
+            raise InputError("set max_gb (null for no limit), or weight, or both")
+        of.bound(msgspec.structs.replace(of.quota(model, tenant), **values))
         return {"quotas": of.quotas()}
 
-    @app.post("/v1/drain", summary="Write down what is in memory only, and end", dependencies=ADMIN, status_code=202)
+    @app.post(
+        "/v1/drain",
+        summary="Write chunks that are only in memory to the tiers, and shut down",
+        dependencies=ADMIN,
+        status_code=202,
+    )
     def drain() -> dict[str, str]:
         of.drain()
-        return {"status": "the server writes down what is in memory only, and ends"}
+        return {"status": "the server is writing chunks to the tiers, and will shut down"}

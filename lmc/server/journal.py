@@ -26,7 +26,7 @@ from lmc.storage.tiers.record import RecordMeta, checksum
 log = logging.getLogger(__name__)
 
 THREADS = min(8, os.cpu_count() or 1)  # threads that verify chunks at the start
-LARGEST_TIMES, LEAST_BYTES = 2, 1 << 16  # The file is rewritten above 2 times the valid frames' size plus 64 KiB.
+MAX_GROWTH, MIN_FILE_BYTES = 2, 1 << 16  # The file is rewritten above 2 times the valid frames' size plus 64 KiB.
 
 _encode = msgspec.msgpack.Encoder().encode
 _entry: msgspec.msgpack.Decoder[tuple[int, RecordMeta]] = msgspec.msgpack.Decoder(tuple[int, RecordMeta])
@@ -48,17 +48,17 @@ class Journal:
 
         This reads every byte of the chunks and compares checksums.
         """
-        noted: dict[Slot, RecordMeta] = {}
+        entries: dict[Slot, RecordMeta] = {}
         for slot, meta in self._read():
-            noted.pop(slot, None)
-            noted[slot] = meta
+            entries.pop(slot, None)
+            entries[slot] = meta
         with ThreadPoolExecutor(THREADS) as pool:
-            right = list(pool.map(self._is_right, noted, noted.values()))
-        found = [(slot, meta) for (slot, meta), good in zip(noted.items(), right, strict=True) if good]
-        self._frames = {slot: _frame(slot, meta) for slot, meta in found}
+            valid = list(pool.map(self._is_valid, entries, entries.values()))
+        chunks = [chunk for chunk, is_valid in zip(entries.items(), valid, strict=True) if is_valid]
+        self._frames = {slot: _frame(slot, meta) for slot, meta in chunks}
         self._write_anew()
         self._thread.start()
-        return [(slot, replace(meta, checksums=())) for slot, meta in found]
+        return [(slot, replace(meta, checksums=())) for slot, meta in chunks]
 
     def filled(self, slot: Slot, meta: RecordMeta) -> None:
         """Queue a filled slot and its chunk's metadata for the writer thread."""
@@ -100,7 +100,7 @@ class Journal:
             if self._has(slot, meta):  # Otherwise the chunk was evicted in the meantime, and the sums are invalid.
                 self._frames.pop(slot, None)
                 frame = self._frames[slot] = _frame(slot, replace(meta, checksums=sums))
-                if self._size + len(frame) > LEAST_BYTES + LARGEST_TIMES * sum(map(len, self._frames.values())):
+                if self._size + len(frame) > MIN_FILE_BYTES + MAX_GROWTH * sum(map(len, self._frames.values())):
                     self._write_anew()
                 else:
                     self._append(frame)
@@ -130,17 +130,19 @@ class Journal:
         self._size = 1 << 62
         if not self._complained:
             self._complained = True
-            log.warning("cannot write %s (%s): what is stored now is not kept for the next server", self._path, error)
+            log.warning(
+                "cannot write %s (%s): the next server will not find the chunks stored from now on", self._path, error
+            )
 
     @staticmethod
-    def _opened(path: Path, how: int) -> io.FileIO:
+    def _opened(path: Path, flags: int) -> io.FileIO:
         """Open a file for writing that only this user may read, because labels contain the tokens of documents."""
-        return io.FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | how, 0o600), "w")
+        return io.FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o600), "w")
 
     def _has(self, slot: Slot, meta: RecordMeta) -> bool:
         return slot < self._slab.slots and self._slab.ready(slot, tag_of(meta.key)) == self._slab.parts == meta.parts
 
-    def _is_right(self, slot: Slot, meta: RecordMeta) -> bool:
+    def _is_valid(self, slot: Slot, meta: RecordMeta) -> bool:
         fits = self._has(slot, meta) and meta.part_bytes <= self._slab.part_bytes
         return fits and self._sums(slot, meta) == meta.checksums
 

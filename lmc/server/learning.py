@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 
 from lmc.documents.learn_queue import Unlearned
 
-MOST_WAITING = 1024  # documents; the oldest one is dropped here, but stays in the queue of the engine that offered it
+MAX_WAITING_DOCUMENTS = (
+    1024  # documents; the oldest one is dropped here, but stays in the queue of the engine that offered it
+)
 CLAIM_SECONDS = 60.0  # during which a document that one client got is not given to other clients
-MOST_CLAIMS = 3  # after which a document is dropped, because it may be too long for all engines
-AT_ONCE = 4  # documents that a client gets with one request
+MAX_CLAIMS = 3  # after which a document is dropped, because it may be too long for all engines
+MAX_CLAIMED_DOCUMENTS = 4  # documents that a client gets with one request
 
 
 @dataclass(slots=True)
@@ -65,29 +67,29 @@ class WaitingDocuments:
         with self._mutex:
             now = self._clock()
             free = [
-                (name, one)
-                for name, one in self._waiting.items()
-                if one.document.namespace in namespaces
-                and client not in one.offered
-                and (has_time or one.anybody)
-                and now - one.claimed > CLAIM_SECONDS
-            ][:AT_ONCE]
-            for name, one in free:
-                one.claimed, one.claimant, one.claims = now, client, one.claims + 1
-                if one.claims >= MOST_CLAIMS:
+                (name, entry)
+                for name, entry in self._waiting.items()
+                if entry.document.namespace in namespaces
+                and client not in entry.offered
+                and (has_time or entry.anybody)
+                and now - entry.claimed > CLAIM_SECONDS
+            ][:MAX_CLAIMED_DOCUMENTS]
+            for name, entry in free:
+                entry.claimed, entry.claimant, entry.claims = now, client, entry.claims + 1
+                if entry.claims >= MAX_CLAIMS:
                     del self._waiting[name]
-            return [one.document for _, one in free]
+            return [entry.document for _, entry in free]
 
     def left(self, client: object) -> None:
         """Make the documents that a disconnected client got or offered available to other clients."""
         with self._mutex:
-            for one in self._waiting.values():
-                one.offered.discard(client)
-                if one.claimant is client:
-                    one.claimed, one.claimant = float("-inf"), None
+            for entry in self._waiting.values():
+                entry.offered.discard(client)
+                if entry.claimant is client:
+                    entry.claimed, entry.claimant = float("-inf"), None
 
     def _add(self, name: str, document: Unlearned) -> _Waiting:
-        found = self._waiting.setdefault(name, _Waiting(document))
-        if len(self._waiting) > MOST_WAITING:
+        entry = self._waiting.setdefault(name, _Waiting(document))
+        if len(self._waiting) > MAX_WAITING_DOCUMENTS:
             self._waiting.popitem(last=False)
-        return found
+        return entry

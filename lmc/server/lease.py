@@ -21,11 +21,11 @@ from lmc.storage.tiers.record import HEADER_LIMIT, NO_CODEC, RecordMeta
 
 log = logging.getLogger(__name__)
 
-LARGEST_PART = 0.75  # share of an arena's slots that one client may hold if there are other clients
+MAX_CLIENT_SHARE = 0.75  # share of an arena's slots that one client may hold if there are other clients
 CONNECTIONS = 2  # connections of one client
-MOST_NAMESPACES = 1 << 13  # limit for the namespaces whose documents a client can learn
-DIGEST = 32  # bytes of a key and of a namespace
-LONGEST_LABEL = HEADER_LIMIT // 2  # characters of a label in a record's header
+MAX_LEARN_NAMESPACES = 1 << 13  # limit for the namespaces whose documents a client can learn
+DIGEST_BYTES = 32  # bytes of a key and of a namespace
+MAX_LABEL_LENGTH = HEADER_LIMIT // 2  # characters of a label in a record's header
 
 
 class Lease:
@@ -56,9 +56,7 @@ class Lease:
         """
         self.model, self._chunk_size = model, chunk_size
         if admin and not is_local_url(admin):
-            log.warning(
-                "a client of model %r named %r for explanations, which is no address of this host", model, admin
-            )
+            log.warning("ignored the address %r of a client of model %r: it is not on this host", admin, model)
             admin = ""
         self.admin, self.explain_token = admin, explain_token
         self._introduced(model, tokenizer)
@@ -69,7 +67,7 @@ class Lease:
 
         The client itself can learn documents of `namespaces`.
         """
-        self.namespaces.update(namespaces[: MOST_NAMESPACES - len(self.namespaces)])
+        self.namespaces.update(namespaces[: MAX_LEARN_NAMESPACES - len(self.namespaces)])
         for namespace, tokens, name in documents if self._chunk_size else ():
             last = document_keys(namespace, tokens, self._chunk_size)[-1]
             self.arena.waiting.offer(last.hex(), Unlearned(namespace, tuple(tokens), name), self)
@@ -77,7 +75,7 @@ class Lease:
     def pin(self, keys: Sequence[ChunkKey], places: Sequence[str | None] | None) -> list[Pin | None]:
         """See `ChunkStore.pin`; raise `BrokenProtocol` if the numbers of keys and tiers differ."""
         if places is not None and len(places) != len(keys):
-            raise BrokenProtocol("keys and places that do not belong together")
+            raise BrokenProtocol("sent different numbers of keys and tiers")
         if len(keys) > self._may_hold:
             self.refused += len(keys)
             return [None] * len(keys)
@@ -91,30 +89,30 @@ class Lease:
     def release(self, leases: Sequence[int]) -> None:
         """Release pins; raise `BrokenProtocol` for a lease that the client does not have."""
         if len(set(leases)) < len(leases) or not self._pins.keys() >= set(leases):
-            raise BrokenProtocol("leases to release that it does not have")
+            raise BrokenProtocol("released leases that it does not have")
         self.store.release([self._pins.pop(lease) for lease in leases], wait=False)
 
     def begin(self, metas: Sequence[RecordMeta]) -> list[Reservation | None]:
         """See `ChunkStore.begin`; raise `BrokenProtocol` for invalid metadata."""
-        wanted = [meta for meta in metas if self._may_be_stored(meta)]
-        held = wanted[: max(0, self._may_hold)]
-        self.refused += len(wanted) - len(held)
-        begun: dict[ChunkKey, Reservation] = {}  # A repeated key is reserved once.
-        for reservation in filter(None, self.store.begin(held, self.arena.make_room)):
-            self._reservations[reservation.lease] = begun[reservation.meta.key] = reservation
-        return [begun.pop(meta.key, None) for meta in metas]
+        storable = [meta for meta in metas if self._may_be_stored(meta)]
+        accepted = storable[: max(0, self._may_hold)]
+        self.refused += len(storable) - len(accepted)
+        reservations: dict[ChunkKey, Reservation] = {}  # A repeated key is reserved once.
+        for reservation in filter(None, self.store.begin(accepted, self.arena.make_room)):
+            self._reservations[reservation.lease] = reservations[reservation.meta.key] = reservation
+        return [reservations.pop(meta.key, None) for meta in metas]
 
     def _may_be_stored(self, meta: RecordMeta) -> bool:
         """Return whether a chunk fits into a record; raise `BrokenProtocol` for invalid metadata."""
         slab = self.store.slab
         fits = meta.parts == slab.parts and 0 < meta.part_bytes <= slab.part_bytes
         plain = not meta.sizes and not meta.checksums and meta.codec == NO_CODEC
-        named = len(meta.key) == len(meta.namespace) == DIGEST
+        named = len(meta.key) == len(meta.namespace) == DIGEST_BYTES
         named &= len(meta.model) <= LONGEST_MODEL and len(meta.tenant) <= TENANT_DIGITS
         if not (fits and plain and named and meta.tokens > 0 and meta.first >= 0):
-            raise BrokenProtocol("metadata of an impossible chunk")
+            raise BrokenProtocol("sent invalid metadata of a chunk")
         # A longer label would not fit into the header of a record.
-        return not meta.label or len(json.dumps(meta.label)) <= LONGEST_LABEL
+        return not meta.label or len(json.dumps(meta.label)) <= MAX_LABEL_LENGTH
 
     def commit(self, leases: Sequence[int]) -> None:
         """See `ChunkStore.commit`; raise `BrokenProtocol` for a reservation that the client does not have."""
@@ -128,16 +126,16 @@ class Lease:
         """See `ChunkStore.abort`; raise `BrokenProtocol` for a reservation that the client does not have."""
         self.store.abort(self._reserved(lease))
 
-    def keep(self, documents: Sequence[KnownDocument], how: str, seconds: float | None) -> str:
-        """Pin, unpin, expire or remove documents, as `how` says; return the reason if this fails, else ""."""
-        keeper, documents = self.arena.keeper, list({one.id: one for one in documents}.values())
-        for one in documents:
-            self.arena.used(one.namespace)
+    def keep(self, documents: Sequence[KnownDocument], operation: str, seconds: float | None) -> str:
+        """Pin, unpin, expire or remove documents, as `operation` says; return the reason if this fails, else ""."""
+        keeper, documents = self.arena.keeper, list({document.id: document for document in documents}.values())
+        for document in documents:
+            self.arena.used(document.namespace)
         try:
-            if how == "expire":
+            if operation == "expire":
                 keeper.expire(documents, seconds)
             else:
-                {"pin": keeper.pin, "unpin": keeper.unpin, "remove": keeper.remove}[how](documents)
+                {"pin": keeper.pin, "unpin": keeper.unpin, "remove": keeper.remove}[operation](documents)
         except InputError as error:
             return str(error)
         return ""
@@ -153,8 +151,8 @@ class Lease:
     @property
     def _may_hold(self) -> int:
         """Number of further chunks that the client may hold. Some chunks are left for other clients, if any."""
-        most = self.store.slots * (LARGEST_PART if self.arena.clients > CONNECTIONS else 1.0)
-        return int(most) - len(self._pins) - len(self._reservations)
+        limit = self.store.slots * (MAX_CLIENT_SHARE if self.arena.clients > CONNECTIONS else 1.0)
+        return int(limit) - len(self._pins) - len(self._reservations)
 
     @property
     def held(self) -> tuple[int, int]:
@@ -165,14 +163,14 @@ class Lease:
         try:
             return self._reservations.pop(lease)
         except KeyError:
-            raise BrokenProtocol(f"lease {lease}, which it does not have") from None
+            raise BrokenProtocol(f"used lease {lease}, which it does not have") from None
 
     def end(self) -> None:
         """Release everything. If slots are reserved, wait until no process of the client can write into them."""
         self.arena.waiting.left(self)
         self.store.release(list(self._pins.values()), wait=False)
         if self._reservations:
-            log.info("%d unfilled slots of a client wait until its processes have ended", len(self._reservations))
+            log.info("waiting for a client's processes to end, to reuse %d slots", len(self._reservations))
             wait_until_gone(self.lifeline)
         self.lifeline.unlink(missing_ok=True)
         for reservation in self._reservations.values():

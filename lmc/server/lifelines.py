@@ -15,7 +15,7 @@ from pathlib import Path
 from lmc.storage.memory.memory_files import locked
 from lmc.storage.tiers.tier_guard import TierGuard
 
-RETRY_SECONDS = 1.0
+LOCK_RETRY_SECONDS = 1.0
 
 complain = TierGuard().complain  # logs each kind of problem at most once a minute
 
@@ -57,9 +57,8 @@ def wait_until_gone(path: Path) -> None:
                 path.unlink(missing_ok=True)
             return
         except OSError as error:
-            unseen = f"cannot see whether a client has ended ({error})"
-            complain("lifelines", f"{unseen}: its slots stay unused until that works")
-            time.sleep(RETRY_SECONDS)
+            complain("lifelines", f"cannot check whether a client has ended ({error}): its slots stay unused")
+            time.sleep(LOCK_RETRY_SECONDS)
 
 
 def _removed(path: Path) -> bool:

@@ -26,8 +26,8 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 WholeKey = Annotated[ChunkKey, msgspec.Meta(min_length=32, max_length=32)]
 Keys = Annotated[list[WholeKey], msgspec.Meta(max_length=1 << 16)]  # limited, so that other callers do not wait long
 Leases = Annotated[list[int], msgspec.Meta(max_length=1 << 16)]
-LISTED = 500  # records in one response
-MOST_OFFERED = 64  # documents in one message
+MAX_LISTED_RECORDS = 500  # records in one response
+MAX_OFFERED_DOCUMENTS = 64  # documents in one message
 
 
 class Attached(msgspec.Struct, frozen=True):
@@ -53,13 +53,13 @@ class Request(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A request. Most request types are named after the method of `ChunkStore` that they call."""
 
     answered: ClassVar[bool] = True  # whether the server sends a response
-    decoder: ClassVar[msgspec.msgpack.Decoder[Any]]  # decodes the response; its type is the return type of `asked`
+    decoder: ClassVar[msgspec.msgpack.Decoder[Any]]  # decodes the response; its type is the return type of `handle`
 
-    def __init_subclass__(cls, **given: Any) -> None:
-        super().__init_subclass__(**given)
-        cls.decoder = msgspec.msgpack.Decoder(cls.asked.__annotations__["return"])
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.decoder = msgspec.msgpack.Decoder(cls.handle.__annotations__["return"])
 
-    def asked(self, lease: "Lease") -> Any:
+    def handle(self, lease: "Lease") -> Any:
         """Handle the request of the client with this lease, and return the response."""
         raise NotImplementedError
 
@@ -75,16 +75,19 @@ class Offered(msgspec.Struct, frozen=True):
 class Ping(Request, frozen=True):
     """The heartbeat of a client, sent every second. It shows the server that the client is alive."""
 
-    offered: Annotated[list[Offered], msgspec.Meta(max_length=MOST_OFFERED)] = []
+    offered: Annotated[list[Offered], msgspec.Meta(max_length=MAX_OFFERED_DOCUMENTS)] = []
     namespaces: Annotated[list[Digest], msgspec.Meta(max_length=1 << 12)] = []  # new namespaces of the client's tenants
     has_time: bool = False  # whether the client is idle, and can learn documents of other clients
 
-    def asked(self, lease: "Lease") -> Beat:
+    def handle(self, lease: "Lease") -> Beat:
         """Return the current counts, tier speeds, pinned chunks, and documents to learn."""
         arena = lease.arena
-        lease.offer([(one.namespace, _uint32(one.tokens), one.name) for one in self.offered], self.namespaces)
-        wanted = arena.waiting.take(lease, lease.namespaces, has_time=self.has_time)
-        return Beat(lease.stats(), lease.store.cost.speeds(), arena.keeper.pinned_chunks, wanted)
+        lease.offer(
+            [(document.namespace, _uint32(document.tokens), document.name) for document in self.offered],
+            self.namespaces,
+        )
+        documents = arena.waiting.take(lease, lease.namespaces, has_time=self.has_time)
+        return Beat(lease.stats(), lease.store.cost.speeds(), arena.keeper.pinned_chunks, documents)
 
 
 class LookUp(Request, frozen=True):
@@ -93,7 +96,7 @@ class LookUp(Request, frozen=True):
     keys: Keys
     shared: bool
 
-    def asked(self, lease: "Lease") -> list[str | None]:
+    def handle(self, lease: "Lease") -> list[str | None]:
         """Return the tier of each chunk, or None."""
         return lease.store.lookup(self.keys, shared=self.shared)
 
@@ -104,7 +107,7 @@ class PinKeys(Request, frozen=True):
     keys: Keys
     places: list[str | None] | None
 
-    def asked(self, lease: "Lease") -> list[Pin | None]:
+    def handle(self, lease: "Lease") -> list[Pin | None]:
         """Return a pin for each key, or None."""
         return lease.pin(self.keys, self.places)
 
@@ -115,7 +118,7 @@ class Release(Request, frozen=True):
     answered: ClassVar[bool] = False
     leases: Leases
 
-    def asked(self, lease: "Lease") -> None:
+    def handle(self, lease: "Lease") -> None:
         """Release the pins."""
         lease.release(self.leases)
 
@@ -125,7 +128,7 @@ class Begin(Request, frozen=True):
 
     metas: Annotated[list[RecordMeta], msgspec.Meta(max_length=1 << 16)]
 
-    def asked(self, lease: "Lease") -> list[Reservation | None]:
+    def handle(self, lease: "Lease") -> list[Reservation | None]:
         """Reserve a slot for each chunk; return a reservation or None for each."""
         return lease.begin(self.metas)
 
@@ -136,7 +139,7 @@ class Commit(Request, frozen=True):
     answered: ClassVar[bool] = False
     leases: Leases
 
-    def asked(self, lease: "Lease") -> None:
+    def handle(self, lease: "Lease") -> None:
         """Make the filled chunks visible."""
         lease.commit(self.leases)
 
@@ -147,7 +150,7 @@ class Abort(Request, frozen=True):
     answered: ClassVar[bool] = False
     lease: int
 
-    def asked(self, lease: "Lease") -> None:
+    def handle(self, lease: "Lease") -> None:
         """Release the reserved slot."""
         lease.abort(self.lease)
 
@@ -159,7 +162,7 @@ class Forget(Request, frozen=True):
     wait: bool
     shared: bool
 
-    def asked(self, lease: "Lease") -> None:
+    def handle(self, lease: "Lease") -> None:
         """Remove the chunk."""
         lease.store.forget(self.key, wait=self.wait, shared=self.shared)
 
@@ -169,7 +172,7 @@ class CopiesOf(Request, frozen=True):
 
     keys: Keys
 
-    def asked(self, lease: "Lease") -> list[str]:
+    def handle(self, lease: "Lease") -> list[str]:
         """Return the tiers that have all of the chunks, except tiers that other processes share."""
         return lease.store.copies(self.keys)
 
@@ -188,7 +191,7 @@ class Introduce(Request, frozen=True):
     admin: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     explain_token: Annotated[str, msgspec.Meta(max_length=128, pattern=r"^[A-Za-z0-9_-]*$")] = ""
 
-    def asked(self, lease: "Lease") -> None:
+    def handle(self, lease: "Lease") -> None:
         """Store the introduction in the client's lease."""
         lease.introduce(self.model, self.tokenizer, self.chunk_size, self.admin, self.explain_token)
 
@@ -207,7 +210,7 @@ class Described(msgspec.Struct, frozen=True):
         """Register the document; raise `BrokenProtocol` for invalid tokens, or for more keys than tokens."""
         tokens = _uint32(self.tokens)
         if len(self.keys) > len(tokens):
-            raise BrokenProtocol("fewer tokens than chunks")
+            raise BrokenProtocol("sent a document with fewer tokens than chunks")
         document = known.note(self.namespace, tokens, self.keys, model=self.model, tenant=self.tenant)
         document.name = document.name or self.name
         return document
@@ -217,12 +220,14 @@ class Keep(Request, frozen=True):
     """Calls a method of `DocumentKeeper` for documents; `seconds` is the argument of `expire`."""
 
     documents: Annotated[list[Described], msgspec.Meta(max_length=1 << 14)]
-    how: Literal["pin", "unpin", "expire", "remove"]
+    operation: Literal["pin", "unpin", "expire", "remove"]
     seconds: Annotated[float, msgspec.Meta(gt=0, lt=1 << 33)] | None = None
 
-    def asked(self, lease: "Lease") -> str:
+    def handle(self, lease: "Lease") -> str:
         """Call the method; return the reason if this fails, else ""."""
-        return lease.keep([one.noted(lease.arena.known) for one in self.documents], self.how, self.seconds)
+        return lease.keep(
+            [document.noted(lease.arena.known) for document in self.documents], self.operation, self.seconds
+        )
 
 
 class Kept(Request, frozen=True):
@@ -230,31 +235,31 @@ class Kept(Request, frozen=True):
 
     ids: Annotated[list[str], msgspec.Meta(max_length=1 << 16)]
 
-    def asked(self, lease: "Lease") -> list[tuple[bool, float]]:
+    def handle(self, lease: "Lease") -> list[tuple[bool, float]]:
         """Return for each document whether it is pinned, and when it expires (seconds since 1970, or 0 for never)."""
-        found = map(lease.arena.known.get, self.ids)
-        return [(one.pinned, one.expires) if one is not None else (False, 0.0) for one in found]
+        documents = map(lease.arena.known.get, self.ids)
+        return [(document.pinned, document.expires) if document is not None else (False, 0.0) for document in documents]
 
 
 class Records(Request, frozen=True):
-    """Calls `ChunkStore.records`, for up to `LISTED` records at a time. The `first` request starts a new listing.
+    """Calls `ChunkStore.records`, up to `MAX_LISTED_RECORDS` at a time. The `first` request starts a new listing.
 
     An empty response ends the listing.
     """
 
     first: bool
 
-    def asked(self, lease: "Lease") -> list[tuple[str, RecordMeta]]:
+    def handle(self, lease: "Lease") -> list[tuple[str, RecordMeta]]:
         """Return the next records: first those in memory, then those on lower tiers."""
         if self.first:
             lease.listed = chain(lease.store.in_memory(), lease.store.records())
-        return list(islice(lease.listed, LISTED))
+        return list(islice(lease.listed, MAX_LISTED_RECORDS))
 
 
 class LastUses(Request, frozen=True):
     """Calls `ChunkStore.last_uses`."""
 
-    def asked(self, lease: "Lease") -> dict[ChunkKey, float]:
+    def handle(self, lease: "Lease") -> dict[ChunkKey, float]:
         """Return when each record was last used, in seconds since 1970, by key."""
         return lease.store.last_uses()
 
@@ -262,7 +267,7 @@ class LastUses(Request, frozen=True):
 class KnownKeys(Request, frozen=True):
     """Calls `ChunkStore.known_keys`."""
 
-    def asked(self, lease: "Lease") -> set[ChunkKey]:
+    def handle(self, lease: "Lease") -> set[ChunkKey]:
         """Return the keys of all chunks in memory and in tiers that other processes do not share."""
         return lease.store.known_keys()
 
@@ -270,7 +275,7 @@ class KnownKeys(Request, frozen=True):
 class HeldSlots(Request, frozen=True):
     """Calls `ChunkStore.held`."""
 
-    def asked(self, lease: "Lease") -> int:
+    def handle(self, lease: "Lease") -> int:
         """Return the number of slots that are held or being written, of all clients together."""
         return lease.store.held()
 
@@ -278,7 +283,7 @@ class HeldSlots(Request, frozen=True):
 class Flush(Request, frozen=True):
     """Calls `ChunkStore.flush`."""
 
-    def asked(self, lease: "Lease") -> None:
+    def handle(self, lease: "Lease") -> None:
         """Wait until all queued chunks are written."""
         lease.store.flush()
 
@@ -288,7 +293,7 @@ class Since(Request, frozen=True):
 
     number: int
 
-    def asked(self, lease: "Lease") -> tuple[list[Change], bool]:
+    def handle(self, lease: "Lease") -> tuple[list[Change], bool]:
         """Return the changes after `number`, and whether they are complete."""
         return lease.store.changes.since(self.number)
 
@@ -296,18 +301,18 @@ class Since(Request, frozen=True):
 class Present(Request, frozen=True):
     """Calls `Changes.present`."""
 
-    def asked(self, lease: "Lease") -> tuple[int, dict[str, list[Chunk]]]:
+    def handle(self, lease: "Lease") -> tuple[int, dict[str, list[Chunk]]]:
         """Return the number of the last change, and the chunks of each tier."""
         return lease.store.changes.present()
 
 
 def _uint32(tokens: bytes) -> "array[int]":
     if len(tokens) % 4:
-        raise BrokenProtocol("tokens that are no uint32")
+        raise BrokenProtocol("sent token ids that are not uint32")
     return array("I", tokens)
 
 
-Question = (
+AnyRequest = (
     Ping | LookUp | PinKeys | Release | Begin | Commit | Abort | Forget | CopiesOf | Introduce | Keep | Kept
     | Records | LastUses | KnownKeys | HeldSlots | Flush | Since | Present
 )  # fmt: skip

@@ -41,7 +41,7 @@ class Overview:
 
     def why_not_ready(self) -> str:
         """Return why clients cannot attach; empty if they can."""
-        return "the server ends" if self.ended else ""
+        return "the server is shutting down" if self.ended else ""
 
     def store_stats(self) -> StoreStats:
         """Return the sum of the counts of all arenas."""
@@ -80,17 +80,17 @@ class Overview:
 
     def owners(self, tenant: str | None) -> list[dict[str, Any]]:
         """Return what each model and tenant has in each tier; with `tenant`, only for this tenant."""
-        found: dict[tuple[str, str], dict[str, Any]] = {}
+        places_of: dict[tuple[str, str], dict[str, Any]] = {}
         for (place, model, owner), amount in sorted(self._arenas.changes.held().items()):
             if tenant in (None, owner):
-                found.setdefault((model, owner), {})[place] = amount._asdict()
-        return [{"model": model, "tenant": owner, "places": places} for (model, owner), places in found.items()]
+                places_of.setdefault((model, owner), {})[place] = amount._asdict()
+        return [{"model": model, "tenant": owner, "places": places} for (model, owner), places in places_of.items()]
 
     def clients(self) -> list[dict[str, Any]]:
         """Return the attached clients, and what each holds."""
         return self._server.attached()
 
-    def explain(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def explain(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return an engine's explanation of a prompt, from an engine of the `model` in the request.
 
         If all engines have the same model, any model name is accepted, because requests may use another name than the
@@ -98,13 +98,13 @@ class Overview:
         """
         engines = self._server.explainers()
         if not engines:
-            raise InputError("no engine explains prompts: start one with an LMC_ADMIN of its own (127.0.0.1:9181)")
-        models = {one.model: one for one in reversed(engines)}  # Earlier clients win over later ones.
-        model = asked.get("model") if len(models) > 1 else engines[0].model
+            raise InputError("no attached engine explains prompts: start an engine with LMC_ADMIN=127.0.0.1:9181")
+        models = {engine.model: engine for engine in reversed(engines)}  # Earlier clients win over later ones.
+        model = request.get("model") if len(models) > 1 else engines[0].model
         if model not in models:
-            raise InputError(f"say of which model the prompt is: model must be one of {', '.join(sorted(models))}")
+            raise InputError(f"unknown model {model!r}: set model to one of {', '.join(sorted(models))}")
         engine = models[model]
-        return {**engine_client(engine.admin, engine.token).ask("/v1/explain", dict(asked)), "engine": engine.admin}
+        return {**engine_client(engine.admin, engine.token).ask("/v1/explain", dict(request)), "engine": engine.admin}
 
     def clear(self, model: str | None, tenant: str | None) -> int:
         """Remove all chunks of a model, a tenant or both, or all chunks; return the number of removed chunks."""
@@ -118,9 +118,9 @@ class Overview:
                 "tenant": quota.tenant,
                 "max_bytes": quota.bytes,
                 "weight": quota.weight,
-                "used_bytes": taken,
+                "used_bytes": used,
             }
-            for quota, taken in self._arenas.quotas.all()
+            for quota, used in self._arenas.quotas.all()
         ]
 
     def quota(self, model: str | None, tenant: str | None) -> Quota:
@@ -152,12 +152,15 @@ class ServerCollector(Collector):
         """Return all metrics with their current values."""
         yield from self._stores.collect()
         memory = self._of.memory()
-        for name, what in (("memory_bytes", "that all arenas may take"), ("used_bytes", "that they take")):
-            yield GaugeMetricFamily(f"lmc_server_{name}", f"lmc: bytes of memory {what}", value=memory[name])
+        for name, description in (
+            ("memory_bytes", "memory budget for chunks"),
+            ("used_bytes", "memory in use by chunks"),
+        ):
+            yield GaugeMetricFamily(f"lmc_server_{name}", f"lmc: {description}, in bytes", value=memory[name])
         clients = len(self._of.clients())
-        yield GaugeMetricFamily("lmc_server_clients", "lmc: connections with a lease", value=clients)
-        what, labels = "lmc: bytes that a model has in a place", ("model", "place")
-        family = GaugeMetricFamily("lmc_model_bytes", what, labels=labels)
+        yield GaugeMetricFamily("lmc_server_clients", "lmc: attached clients", value=clients)
+        description, labels = "lmc: bytes of a model's chunks in a tier", ("model", "place")
+        family = GaugeMetricFamily("lmc_model_bytes", description, labels=labels)
         sums: Counter[tuple[str, str]] = Counter()
         for owner in self._of.owners(None):
             sums.update({(owner["model"], place): amount["bytes"] for place, amount in owner["places"].items()})

@@ -17,7 +17,7 @@ from lmc.storage.memory.memory_files import is_in_memory, locked
 
 log = logging.getLogger(__name__)
 
-LOCK_SECONDS = 1.0  # timeout for the lock next to a server's socket
+SOCKET_LOCK_SECONDS = 1.0  # timeout for the lock next to a server's socket
 
 
 class OwnFiles:
@@ -67,13 +67,15 @@ def _owned(memory: Path) -> int:
     try:
         memory.mkdir(mode=0o711, parents=True, exist_ok=True)
         if (owner := memory.stat().st_uid) not in (0, os.getuid()):
-            raise TierUnusable(f"{memory} belongs to user {owner}, who could change what is in memory: remove it first")
+            raise TierUnusable(f"{memory} belongs to user {owner}, who could change its contents: remove it first")
         if not is_in_memory(memory):
-            log.warning("%s is on a disk, to which all of the memory will be written: choose one on tmpfs", memory)
+            log.warning(
+                "%s is on a disk, so the system writes the memory to this disk: use a directory on tmpfs", memory
+            )
         return locked(memory / "lock", alone=True)
     except BlockingIOError:
-        there = f"another cache server has the memory in {memory}"
-        raise TierUnusable(f"{there} (--takeover with its --socket takes it over)") from None
+        reason = f"another cache server uses the memory in {memory}"
+        raise TierUnusable(f"{reason}: use --takeover with its --socket") from None
     except OSError as error:
         raise TierUnusable(f"cannot keep memory in {memory}: {error.strerror}") from error
 
@@ -86,17 +88,17 @@ def _locked_socket(path: Path) -> tuple[int, list[Path]]:
     The lock distinguishes a running server from a dead server's stale socket, even during start and shutdown.
     Clients wait for this lock, and hold it briefly after a server has ended.
     """
-    until = time.monotonic() + LOCK_SECONDS
+    until = time.monotonic() + SOCKET_LOCK_SECONDS
     while True:
         try:
             new = _missing(lock_of(path))
             return locked(lock_of(path), alone=True), new
         except BlockingIOError:
             if time.monotonic() > until:
-                raise TierUnusable(f"a cache server listens at {path} already (--takeover ends it)") from None
+                raise TierUnusable(f"a cache server already listens at {path}: use --takeover to end it") from None
             time.sleep(0.01)
         except FileNotFoundError as error:
-            raise TierUnusable(f"cannot listen at {path}: make the directory {path.parent} first") from error
+            raise TierUnusable(f"cannot listen at {path}: create the directory {path.parent} first") from error
         except OSError as error:
             raise TierUnusable(f"cannot listen at {path}: {error.strerror or error}") from error
 

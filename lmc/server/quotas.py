@@ -13,7 +13,7 @@ from lmc.storage.eviction import Weights
 
 log = logging.getLogger(__name__)
 
-FILE = "quotas.json"  # in the directory of memory or of the disk tier
+QUOTAS_FILE = "quotas.json"  # in the directory of memory or of the disk tier
 
 
 class Owners(msgspec.Struct, frozen=True):
@@ -39,7 +39,7 @@ class Quotas(Weights):
 
     def __init__(self, changes: ChangeLog, directory: Path | None) -> None:
         """Read the quotas from a file in `directory`, if any; they stay valid for later servers."""
-        self._changes, self._file = changes, directory / FILE if directory else None
+        self._changes, self._file = changes, directory / QUOTAS_FILE if directory else None
         self._mutex = threading.Lock()
         self._quotas: tuple[Quota, ...] = ()
         if self._file is not None:
@@ -48,7 +48,7 @@ class Quotas(Weights):
             except FileNotFoundError:
                 pass
             except (OSError, msgspec.MsgspecError) as error:
-                log.warning("cannot read %s (%s): there are no quotas", self._file, error)
+                log.warning("cannot read %s (%s): started without quotas", self._file, error)
 
     def all(self) -> list[tuple[Quota, int]]:
         """Return each quota, and how many of its bytes are used."""
@@ -56,8 +56,8 @@ class Quotas(Weights):
 
     def get(self, model: str | None, tenant: str | None) -> Quota:
         """Return the quota of a model, a tenant, or a tenant with one model; without one, a quota without limit."""
-        there = (one for one in self._quotas if (one.model, one.tenant) == (model, tenant))
-        return next(there, Quota(model=model, tenant=tenant))
+        matches = (quota for quota in self._quotas if (quota.model, quota.tenant) == (model, tenant))
+        return next(matches, Quota(model=model, tenant=tenant))
 
     def of_model(self, model: str) -> float:
         """See `Weights.of_model`."""
@@ -67,31 +67,31 @@ class Quotas(Weights):
         """See `Weights.of_tenant`."""
         return self.get(model, tenant).weight * self.get(None, tenant).weight
 
-    def set(self, wanted: Quota) -> None:
+    def set(self, quota: Quota) -> None:
         """Set the memory limit and the weight for a model, a tenant, or a tenant with one model.
 
         Raises `InputError` for a name that is not valid Unicode text.
         """
         with self._mutex:
-            others = [one for one in self._quotas if (one.model, one.tenant) != (wanted.model, wanted.tenant)]
-            plain = wanted == Quota(model=wanted.model, tenant=wanted.tenant)
-            quotas = (*others, *(() if plain else (wanted,)))
+            others = [other for other in self._quotas if (other.model, other.tenant) != (quota.model, quota.tenant)]
+            is_default = quota == Quota(model=quota.model, tenant=quota.tenant)
+            quotas = (*others, *(() if is_default else (quota,)))
             try:
-                written = msgspec.json.encode(quotas)
+                encoded = msgspec.json.encode(quotas)
             except UnicodeEncodeError:
-                raise InputError("names of models and tenants have to be Unicode text") from None
+                raise InputError("names of models and tenants must be valid Unicode text") from None
             self._quotas = quotas
             if self._file is not None:
                 try:
-                    replace_text(self._file, written.decode())
+                    replace_text(self._file, encoded.decode())
                 except OSError as error:
-                    log.warning("cannot write %s (%s): quotas end with this server", self._file, error.strerror)
+                    log.warning("cannot write %s (%s): quotas will end with this server", self._file, error.strerror)
 
     def excess(self, model: str, tenant: str, size: int) -> list[tuple[Quota, int]]:
         """Return the quotas that `size` more bytes of an owner would exceed, and the excess of each in bytes."""
         if not self._quotas:  # the usual case; this runs twice for each stored chunk
             return []
         covering = [quota for quota in self._quotas if quota.bytes is not None and quota.cover(model, tenant)]
-        taken = [self._changes.taken("host", quota.model, quota.tenant) for quota in covering]
-        over = [there + size - (quota.bytes or 0) for quota, there in zip(covering, taken, strict=True)]
-        return [(quota, by) for quota, by in zip(covering, over, strict=True) if by > 0]
+        used = [self._changes.taken("host", quota.model, quota.tenant) for quota in covering]
+        excesses = [current + size - (quota.bytes or 0) for quota, current in zip(covering, used, strict=True)]
+        return [(quota, by) for quota, by in zip(covering, excesses, strict=True) if by > 0]

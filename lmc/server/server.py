@@ -22,7 +22,7 @@ from lmc.config.settings import Settings
 from lmc.errors import LmcError
 from lmc.server import messages as m
 from lmc.server.arenas import Arenas
-from lmc.server.channel import ANSWER, ERROR, BrokenProtocol, Channel, decoded
+from lmc.server.channel import ERROR, OK, BrokenProtocol, Channel, decoded
 from lmc.server.greeting import PROTOCOL, ArenaStatus, Hello, Opening, Retire, ServerStatus, Status
 from lmc.server.lease import Lease
 from lmc.server.lifelines import Lifelines
@@ -33,12 +33,12 @@ from lmc.storage.tiers.tier_guard import TierGuard
 
 log = logging.getLogger(__name__)
 
-SILENT_SECONDS = 10.0  # without a request, after which a client counts as hung; clients send one every second
-MOST_MODELS = 1000  # models whose tokenizer paths are remembered
-MOST_SESSIONS = 1024  # connections, including those of ended clients with live processes
-PAUSE_SECONDS = 0.1  # after a connection that could not be accepted
+CLIENT_TIMEOUT_SECONDS = 10.0  # without a request, after which a client counts as hung; clients send one every second
+MAX_TOKENIZERS = 1000  # models whose tokenizer paths are remembered
+MAX_SESSIONS = 1024  # connections, including those of ended clients with live processes
+ACCEPT_PAUSE_SECONDS = 0.1  # after a connection that could not be accepted
 
-_question: msgspec.msgpack.Decoder[m.Request] = msgspec.msgpack.Decoder(m.Question)
+_request: msgspec.msgpack.Decoder[m.Request] = msgspec.msgpack.Decoder(m.AnyRequest)
 _hello: msgspec.msgpack.Decoder[Hello] = msgspec.msgpack.Decoder(Hello)
 _opening: msgspec.msgpack.Decoder[Sizes | Status | Retire] = msgspec.msgpack.Decoder(Opening)
 _encode = msgspec.msgpack.Encoder().encode
@@ -96,8 +96,8 @@ class CacheServer:
             except (OSError, RuntimeError) as error:  # too many open files or threads
                 if self._closed:
                     return
-                complain("connections", f"a client cannot be served now: {error}")
-                time.sleep(PAUSE_SECONDS)
+                complain("connections", f"could not accept a client, will retry: {error}")
+                time.sleep(ACCEPT_PAUSE_SECONDS)
 
     def _admit(self, channel: Channel) -> None:
         session = None
@@ -107,11 +107,11 @@ class CacheServer:
                 channel.close()
                 return
             with self._lock:
-                full = len(self._sessions) >= MOST_SESSIONS
+                full = len(self._sessions) >= MAX_SESSIONS
                 if not full:
                     self._sessions.add(session)
             if full:
-                complain("full", f"there are {MOST_SESSIONS} connections of clients, and no more are accepted")
+                complain("full", f"refused a client: the limit of {MAX_SESSIONS} connections is reached")
                 channel.close()
                 return
             threading.Thread(target=session.run, name="lmc-client", daemon=True).start()
@@ -152,13 +152,13 @@ class CacheServer:
         """Return the clients that have a lease, and what each holds."""
         with self._lock:
             sessions = list(self._sessions)
-        return [found for session in sessions if (found := session.described())]
+        return [client for session in sessions if (client := session.described())]
 
     def explainers(self) -> list[Explainer]:
         """Return the clients that explain prompts, in the order of their attachment."""
         with self._lock:
             sessions = sorted(self._sessions, key=lambda session: session.since)
-        return [found for session in sessions if (found := session.explainer)]
+        return [explainer for session in sessions if (explainer := session.explainer)]
 
     def tokenizers(self) -> dict[str, str]:
         """Return the tokenizer path of each model, as clients have introduced it."""
@@ -170,7 +170,7 @@ class CacheServer:
         with self._lock:
             self._tokenizers[model] = tokenizer
             self._tokenizers.move_to_end(model)
-            if len(self._tokenizers) > MOST_MODELS:
+            if len(self._tokenizers) > MAX_TOKENIZERS:
                 self._tokenizers.popitem(last=False)
 
     def status(self) -> ServerStatus:
@@ -178,13 +178,13 @@ class CacheServer:
         budget = self.arenas.budget
         arenas = [
             ArenaStatus(
-                one.sizes.shares.parts,
-                one.sizes.part_bytes,
-                budget.taken[one.sizes],
-                one.store.held(),
-                one.store.stats(),
+                arena.sizes.shares.parts,
+                arena.sizes.part_bytes,
+                budget.taken[arena.sizes],
+                arena.store.held(),
+                arena.store.stats(),
             )
-            for one in self.arenas.all()
+            for arena in self.arenas.all()
         ]
         return ServerStatus(__version__, budget.size, self.clients, arenas)
 
@@ -198,7 +198,7 @@ class CacheServer:
         process, user, groups = session.peer
         allowed = user in (0, os.getuid()) or self._group in groups
         if not allowed:
-            log.warning("process %d of user %d may not attach (start the server with --group for it)", process, user)
+            log.warning("refused process %d of user %d: start the server with --group to allow it", process, user)
         return allowed
 
 
@@ -213,30 +213,30 @@ class Session:
     def run(self) -> None:
         """Handle requests until the connection ends."""
         try:
-            self._channel.set_timeout(SILENT_SECONDS)
+            self._channel.set_timeout(CLIENT_TIMEOUT_SECONDS)
             refused = self._greet()
             opening = self._opening(refused)
             if isinstance(opening, Retire):
                 if self.peer[1] not in (0, os.getuid()):
-                    raise BrokenProtocol("only the server's own user may end it")
-                log.info("another server takes over")
-                self._channel.send(ANSWER + _encode(None))
+                    raise BrokenProtocol("only the server's user may end the server")
+                log.info("another server took over")
+                self._channel.send(OK + _encode(None))
                 self._server.stop()
                 return
             if isinstance(opening, Status):
-                self._channel.send(ANSWER + _encode(self._server.status()))
+                self._channel.send(OK + _encode(self._server.status()))
                 return
             lease = self._attach(opening)
             while (frame := self._channel.receive()) is not None:
-                self._answer(decoded(_question, frame), lease)
+                self._answer(decoded(_request, frame), lease)
         except TimeoutError:
-            complain("silent", f"a client was silent for {SILENT_SECONDS:g} s, and has lost what it held")
+            complain("silent", f"released everything of a client that was silent for {CLIENT_TIMEOUT_SECONDS:g} s")
         except (OSError, LmcError) as error:
             if not self._server.ends:  # A shutdown closes all connections.
-                why = getattr(error, "strerror", None) or error
-                complain("closed", f"the connection to a client, process {self.peer[0]}, is closed: {why}")
+                reason = getattr(error, "strerror", None) or error
+                complain("closed", f"closed the connection to client process {self.peer[0]}: {reason}")
         except Exception:
-            log.exception("the connection to a client is closed, because of an error of the server")
+            log.exception("closed the connection to a client after an unexpected error")
         finally:
             self._channel.close()
             try:
@@ -295,8 +295,8 @@ class Session:
         theirs = decoded(_hello, self._received())
         refused = ""
         if theirs.protocol != PROTOCOL:
-            both = f"the cache server is lmc {__version__} (protocol {PROTOCOL}), the client {theirs.version}"
-            refused = f"{both} (protocol {theirs.protocol}): install the same version for both"
+            versions = f"the cache server is lmc {__version__} (protocol {PROTOCOL}), the client {theirs.version}"
+            refused = f"{versions} (protocol {theirs.protocol}): install the same version for both"
         self._channel.send(_encode(Hello(PROTOCOL, __version__, refused)))
         return refused
 
@@ -315,7 +315,7 @@ class Session:
     def _attach(self, sizes: Sizes) -> Lease:
         """Open the arena for the client's chunk size, and send the client the descriptor of the arena's memory."""
         if not sizes.possible:
-            raise BrokenProtocol("impossible sizes of chunks")
+            raise BrokenProtocol("sent invalid chunk sizes")
         try:
             arena = self._server.arenas.open(sizes)
             try:
@@ -326,29 +326,29 @@ class Session:
         except (LmcError, OSError) as error:
             self._channel.send(ERROR + str(error).encode())
             raise
-        answer = m.Attached(
+        response = m.Attached(
             arena.store.slots,
             arena.store.shared_places,
             str(self._lease.lifeline),
             self._server.arenas.page_locked,
             arena.store.pins_yield,
         )
-        self._channel.send(ANSWER + _encode(answer), (arena.store.slab.file,))
+        self._channel.send(OK + _encode(response), (arena.store.slab.file,))
         return self._lease
 
-    def _answer(self, question: m.Request, lease: Lease) -> None:
+    def _answer(self, request: m.Request, lease: Lease) -> None:
         try:
-            answer = ANSWER + _encode(question.asked(lease))
+            response = OK + _encode(request.handle(lease))
         except BrokenProtocol:
             raise
         except LmcError as error:
-            answer = ERROR + str(error).encode()
-            complain("refused", f"a client could not be served: {error}")
-        if question.answered:
-            self._channel.send(answer)
+            response = ERROR + str(error).encode()
+            complain("refused", f"a client's request failed: {error}")
+        if request.answered:
+            self._channel.send(response)
 
     def _received(self) -> bytes:
         frame = self._channel.receive()
         if frame is None:
-            raise BrokenProtocol("it ended before it had attached")
+            raise BrokenProtocol("the connection ended before the client attached")
         return frame

@@ -8,7 +8,7 @@ from lmc.shapes import aligned
 from lmc.storage.shares import Shares
 from lmc.storage.tiers.record import PARTS_LIMIT, RecordMeta
 
-ITEMS = (1, 2, 4)  # bytes of one KV element
+ITEM_BYTES = (1, 2, 4)  # bytes of one KV element
 
 
 class Sizes(msgspec.Struct, frozen=True, tag=True):
@@ -23,7 +23,7 @@ class Sizes(msgspec.Struct, frozen=True, tag=True):
         """Whether these sizes are valid; a client may send anything."""
         stages, ranks = self.shares.stages, self.shares.ranks
         whole = 0 < len(stages) <= PARTS_LIMIT and min(*stages, ranks, self.part_bytes) > 0
-        return whole and self.shares.parts <= PARTS_LIMIT and self.item_bytes in ITEMS
+        return whole and self.shares.parts <= PARTS_LIMIT and self.item_bytes in ITEM_BYTES
 
     @property
     def slot_bytes(self) -> int:
@@ -43,9 +43,9 @@ class Sizes(msgspec.Struct, frozen=True, tag=True):
     @classmethod
     def named(cls, name: str) -> "Sizes | None":
         """Return the sizes that `name` encodes, or None if the name is invalid."""
-        found = re.fullmatch(r"([\d.]+)x(\d+)-(\d+)-(\d+)", name)
-        if not found:
+        match = re.fullmatch(r"([\d.]+)x(\d+)-(\d+)-(\d+)", name)
+        if not match:
             return None
-        stages, ranks, part_bytes, item_bytes = found.groups()
+        stages, ranks, part_bytes, item_bytes = match.groups()
         shares = Shares(tuple(map(int, stages.split("."))), int(ranks))
         return cls(shares, int(part_bytes), int(item_bytes))

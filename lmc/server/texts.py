@@ -8,7 +8,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-AGAIN_SECONDS = 60.0  # until an unreadable tokenizer is tried again
+TOKENIZER_RETRY_SECONDS = 60.0  # until an unreadable tokenizer is tried again
 
 
 class Texts:
@@ -21,25 +21,25 @@ class Texts:
 
     def of(self, tokens: list[int], model: str) -> str | None:
         """Return the text of tokens; None if the model's tokenizer is missing or unreadable."""
-        place = self._tokenizers().get(model, "")
-        tokenizer, at = self._read.get(place, (None, float("-inf")))
-        if tokenizer is None and place and time.monotonic() - at > AGAIN_SECONDS:
-            tokenizer = _read(place)
-            self._read[place] = tokenizer, time.monotonic()
+        path = self._tokenizers().get(model, "")
+        tokenizer, at = self._read.get(path, (None, float("-inf")))
+        if tokenizer is None and path and time.monotonic() - at > TOKENIZER_RETRY_SECONDS:
+            tokenizer = _read(path)
+            self._read[path] = tokenizer, time.monotonic()
         return str(tokenizer.decode(tokens)) if tokenizer is not None else None
 
 
-def _read(place: str) -> Any:
+def _read(path: str) -> Any:
     """Return the tokenizer from a model's directory or from this host's copy of the hub; None if neither works."""
     try:
         from tokenizers import Tokenizer
 
-        file = Path(place) / "tokenizer.json"
+        file = Path(path) / "tokenizer.json"
         if not file.is_file():
             from huggingface_hub import hf_hub_download
 
-            file = Path(hf_hub_download(place, "tokenizer.json", local_files_only=True))
+            file = Path(hf_hub_download(path, "tokenizer.json", local_files_only=True))
         return Tokenizer.from_file(str(file))
     except Exception as error:  # noqa: BLE001 - libraries raise errors of any type
-        log.info("documents of %s are shown as tokens, because its tokenizer cannot be read: %s", place, error)
+        log.info("could not read the tokenizer of %s, documents are shown as tokens: %s", path, error)
         return None

@@ -62,7 +62,7 @@ class Attachment:
                 )
                 slab = Slab.attach(at)
             except OSError as error:
-                raise StorageError(f"the memory of the cache server at {path} cannot be mapped: {error}") from error
+                raise StorageError(f"cannot map the memory of the cache server at {path}: {error}") from error
             opened.pop_all()
         _close(slow.files)  # The slow connection holds no leases.
         return cls(quick, slow, slab, attached.shared_places, attached.pins_yield, serial)
@@ -72,7 +72,7 @@ class Attachment:
         self.quick.close()
         self.slow.close()
 
-    def let_go(self) -> None:
+    def release_lifeline(self) -> None:
         """Release the lifeline's lock, which tells the server that this process writes no more.
 
         A worker that has mapped the slab holds its own lock.

@@ -13,7 +13,7 @@ import msgspec
 
 from lmc import __version__
 from lmc.errors import ConfigError, StorageError, TierUnusable
-from lmc.server.channel import ANSWER, LARGEST_ANSWER, BrokenProtocol, Channel, decoded
+from lmc.server.channel import MAX_RESPONSE_BYTES, OK, BrokenProtocol, Channel, decoded
 from lmc.server.greeting import PROTOCOL, Hello, Retire, ServerStatus, Status
 from lmc.server.sizes import Sizes
 
@@ -51,12 +51,12 @@ def retire(path: Path, seconds: float) -> None:
     """
     with closing(ServerConnection(path, STATUS_SECONDS, any_version=True)) as connection:
         if not connection.server:
-            raise TierUnusable("it runs in another container, where its process cannot be waited for")
+            raise TierUnusable(f"the cache server at {path} runs in another container: end it there first")
         process = os.pidfd_open(connection.server)
         try:
             connection.open(Retire(), _nothing)
             if not select.select([process], [], [], seconds)[0]:
-                raise TierUnusable(f"the cache server at {path} has not ended within {seconds:g} s")
+                raise TierUnusable(f"the cache server at {path} did not end within {seconds:g} s")
         finally:
             os.close(process)
 
@@ -75,8 +75,8 @@ class ServerConnection:
         try:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as error:  # too many open files
-            raise TierUnusable(f"no connection to {path} can be made: {error.strerror}") from error
-        self._channel = Channel(connection, LARGEST_ANSWER)
+            raise TierUnusable(f"cannot connect to {path}: {error.strerror}") from error
+        self._channel = Channel(connection, MAX_RESPONSE_BYTES)
         self._channel.set_timeout(deadline)
         with self._started():
             connection.connect(str(path))
@@ -92,33 +92,33 @@ class ServerConnection:
         """
         with self._started():
             self._channel.send(_encode(opening))
-            return decoded(decoder, _answer(self._received(self.files)))
+            return decoded(decoder, _payload(self._received(self.files)))
 
     @property
     def server(self) -> int:
         """The process id of the server; 0 if it runs in another container."""
         return self._channel.peer()[0]
 
-    def ask(self, question: "Request") -> Any:
+    def ask(self, request: "Request") -> Any:
         """Return the response to a request; raise `Gone`, or `StorageError` if the server reports an error."""
         with self._lock:
-            return self._ask(question)
+            return self._ask(request)
 
-    def tell(self, question: "Request") -> None:
+    def send(self, request: "Request") -> None:
         """Send a request without a response; raise `Gone`."""
         with self._lock, self._in_order():
-            self._channel.send(_encode(question))
+            self._channel.send(_encode(request))
 
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout for responses from now on."""
         self._channel.set_timeout(seconds)
 
-    def ask_if_idle(self, question: "Request") -> Any:
+    def ask_if_idle(self, request: "Request") -> Any:
         """Return the response, or None if a request of another thread is in flight; raise the errors of `ask`."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            return self._ask(question)
+            return self._ask(request)
         finally:
             self._lock.release()
 
@@ -126,13 +126,13 @@ class ServerConnection:
         """Close the connection; a thread that waits for a response gets an error."""
         self._channel.close()
 
-    def _ask(self, question: "Request") -> Any:
+    def _ask(self, request: "Request") -> Any:
         with self._in_order():
-            self._channel.send(_encode(question))
+            self._channel.send(_encode(request))
             frame = self._received()
-            if frame[:1] == ANSWER:
-                return decoded(question.decoder, frame[1:])
-        return _answer(frame)
+            if frame[:1] == OK:
+                return decoded(request.decoder, frame[1:])
+        return _payload(frame)
 
     @contextmanager
     def _in_order(self) -> Iterator[None]:
@@ -159,11 +159,11 @@ class ServerConnection:
     def _received(self, files: list[int] | None = None) -> bytes:
         frame = self._channel.receive(files)
         if frame is None:
-            raise Gone("the server has closed the connection")
+            raise Gone("the server closed the connection")
         return frame
 
 
-def _answer(frame: bytes) -> bytes:
-    if frame[:1] != ANSWER:
+def _payload(frame: bytes) -> bytes:
+    if frame[:1] != OK:
         raise StorageError(frame[1:].decode())
     return frame[1:]

@@ -11,7 +11,7 @@ from lmc.errors import InputError
 from lmc.server import messages as m
 from lmc.shapes import MIB
 
-AT_ONCE = 2 * MIB  # tokens in one request
+MAX_REQUEST_TOKENS = 2 * MIB
 
 
 class RemoteKeeper(DocumentKeeper):
@@ -65,8 +65,13 @@ class RemoteKeeper(DocumentKeeper):
 
     def refresh(self, documents: Sequence[KnownDocument]) -> None:
         """Update the pins and time limits of documents from the server."""
+<<<<<<< HEAD
         found = self._ask(m.Kept([document.id for document in documents]), [])
         for document, (pinned, expires) in zip(documents, found, strict=False):
+=======
+        states = self._store.ask_slowly(m.Kept([document.id for document in documents]), [])
+        for document, (pinned, expires) in zip(documents, states, strict=False):
+>>>>>>> 69adad3 (server: messages with value and remedy, requests are handled and not asked)
             document.pinned, document.expires = pinned, expires
 
     def begin_anew(self) -> None:
@@ -78,17 +83,33 @@ class RemoteKeeper(DocumentKeeper):
     def _keep(
         self,
         documents: Sequence[KnownDocument],
-        how: Literal["pin", "unpin", "expire", "remove"],
+        operation: Literal["pin", "unpin", "expire", "remove"],
         seconds: float | None = None,
     ) -> None:
-        described = [
-            m.Described(one.namespace, one.tokens.tobytes(), list(one.keys), one.name, one.model, one.tenant)
-            for one in documents
+        remaining = [
+            m.Described(
+                document.namespace,
+                document.tokens.tobytes(),
+                list(document.keys),
+                document.name,
+                document.model,
+                document.tenant,
+            )
+            for document in documents
         ]
+<<<<<<< HEAD
         while described:
             sizes = accumulate(len(one.tokens) for one in described)
             count = max(1, sum(size <= AT_ONCE for size in sizes))
             some, described = described[:count], described[count:]
             away = "the cache server is away: try again when it is back"
             if refused := self._ask(m.Keep(some, how, seconds), away):
+=======
+        while remaining:
+            sizes = accumulate(len(document.tokens) for document in remaining)
+            count = max(1, sum(size <= MAX_REQUEST_TOKENS for size in sizes))
+            batch, remaining = remaining[:count], remaining[count:]
+            unavailable = "the cache server is unreachable: try again when it has restarted"
+            if refused := self._store.ask_slowly(m.Keep(batch, operation, seconds), unavailable):
+>>>>>>> 69adad3 (server: messages with value and remedy, requests are handled and not asked)
                 raise InputError(refused)

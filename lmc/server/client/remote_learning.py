@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from lmc.documents.learn_queue import LearnQueue, Unlearned
 from lmc.server import messages as m
 
-OFFERED_BYTES = 1 << 20  # bytes of tokens in one message
-NAMESPACES = 1024  # namespaces in one message
+MAX_OFFERED_BYTES = 1 << 20  # tokens in one message
+MAX_SENT_NAMESPACES = 1024  # namespaces in one message
 
 
 class RemoteLearning:
@@ -30,9 +30,9 @@ class RemoteLearning:
 
     def begin(self) -> None:
         """Reset the state for a new server, which knows nothing about this engine."""
-        self._seen: set[Unlearned] = set()  # documents in the queue a second ago
-        self._told: set[Unlearned] = set()  # documents that were offered to the server, or came from it
-        self._known: set[bytes] = set()  # namespaces that were sent to the server
+        self._queued_before: set[Unlearned] = set()  # documents in the queue a second ago
+        self._exchanged: set[Unlearned] = set()  # documents that were offered to the server, or came from it
+        self._sent_namespaces: set[bytes] = set()  # namespaces that were sent to the server
 
     def news(self) -> m.Ping:
         """Return a message with the documents and namespaces that were not sent to the server yet.
@@ -41,20 +41,22 @@ class RemoteLearning:
         """
         waiting = set(self._queue)
         sizes, new = 0, list[m.Offered]()
-        for document in (waiting & self._seen) - self._told:
+        for document in (waiting & self._queued_before) - self._exchanged:
             sizes += 4 * len(document.tokens)
-            if new and (sizes > OFFERED_BYTES or len(new) == m.MOST_OFFERED):
+            if new and (sizes > MAX_OFFERED_BYTES or len(new) == m.MAX_OFFERED_DOCUMENTS):
                 break
-            self._told.add(document)
+            self._exchanged.add(document)
             tokens = array("I", document.tokens).tobytes()
             new.append(m.Offered(document.namespace, tokens, document.name))
-        self._seen, self._told = waiting, self._told & waiting
-        unknown = [one for one in self._namespaces() if one not in self._known][:NAMESPACES]
-        self._known.update(unknown)
+        self._queued_before, self._exchanged = waiting, self._exchanged & waiting
+        unknown = [namespace for namespace in self._namespaces() if namespace not in self._sent_namespaces][
+            :MAX_SENT_NAMESPACES
+        ]
+        self._sent_namespaces.update(unknown)
         return m.Ping(new, unknown, has_time=not waiting and self._has_time())
 
     def got(self, documents: Iterable[Unlearned]) -> None:
         """Queue the documents that the server sent for learning."""
         for document in documents:
-            self._told.add(document)
+            self._exchanged.add(document)
             self._learn(document)

@@ -39,10 +39,10 @@ from lmc.storage.tiers.record import RecordMeta
 log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0  # between two heartbeats
-COMPLAINT_SECONDS = 60.0  # between two warnings about the server
-PATIENCE = 300.0  # seconds; timeout for slow requests, such as the list of all records
-NUMBERS = 1 << 40  # change numbers reserved for each attachment
-FIRST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two reads of a label
+WARNING_SECONDS = 60.0  # between two warnings about the server
+SLOW_REQUEST_SECONDS = 300.0  # seconds; timeout for slow requests, such as the list of all records
+CHANGE_NUMBERS = 1 << 40  # change numbers reserved for each attachment
+MIN_POLL_SECONDS, MAX_POLL_SECONDS = 2e-5, 1e-3  # seconds between two reads of a label
 
 
 class RemoteStore(ChunkStore, DocumentServer):
@@ -64,9 +64,15 @@ class RemoteStore(ChunkStore, DocumentServer):
         self._lock = threading.Lock()
         self._held: set[int] = set()  # lease numbers of pins and reservations
         self._lost: set[int] = set()  # leases of a lost server whose pins and reservations are still in use
+<<<<<<< HEAD
         self._asking = 0  # requests in flight whose responses may contain leases
         self._pinned_chunks = 0  # chunks of pinned documents in the server, for all clients
         self._learning: RemoteLearning | None = None  # None if this process learns no documents
+=======
+        self._leasing_requests = 0  # requests in flight whose responses may contain leases
+        self.pinned_chunks = 0
+        self.learning: RemoteLearning | None = None  # None if this process learns no documents
+>>>>>>> 69adad3 (server: messages with value and remedy, requests are handled and not asked)
         self._counts = RunningCounts()
         self._ended = threading.Event()
         self.cost, self.changes = CostModel(), _RemoteChanges(self)
@@ -76,26 +82,26 @@ class RemoteStore(ChunkStore, DocumentServer):
         try:
             self._take(self._attach())
         except Gone as error:
-            raise TierUnusable(f"the cache server at {path} has gone ({error})") from error
-        self._thread = threading.Thread(target=self._look_after, name="lmc-server", daemon=True)
+            raise TierUnusable(f"the cache server at {path} closed the connection ({error})") from error
+        self._thread = threading.Thread(target=self._keep_attached, name="lmc-server", daemon=True)
         self._thread.start()
 
     # -- finding and reading -----------------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[ChunkKey], *, shared: bool = True) -> list[str | None]:
         """See `ChunkStore.lookup`."""
-        found: list[str | None] = self.ask(m.LookUp(list(keys), shared), [None] * len(keys)) if keys else []
-        return found
+        tiers: list[str | None] = self.ask(m.LookUp(list(keys), shared), [None] * len(keys)) if keys else []
+        return tiers
 
     def pin(self, keys: Sequence[ChunkKey], places: Sequence[str | None] | None = None) -> list[Pin | None]:
         """See `ChunkStore.pin`."""
         if not keys:
             return []
-        asked = m.PinKeys(list(keys), None if places is None else list(places))
-        with self._question() as at:
-            found: list[Pin | None] = self._asked(at, asked, [None] * len(keys))
-            self._hold(at, [pin.lease for pin in found if pin is not None])
-        return found
+        request = m.PinKeys(list(keys), None if places is None else list(places))
+        with self._leasing() as at:
+            pins: list[Pin | None] = self._response(at, request, [None] * len(keys))
+            self._hold(at, [pin.lease for pin in pins if pin is not None])
+        return pins
 
     def state(self, pin: Pin) -> PinState:
         """See `ChunkStore.state`."""
@@ -108,19 +114,19 @@ class RemoteStore(ChunkStore, DocumentServer):
 
     def part(self, pin: Pin, part: int) -> torch.Tensor:
         """See `ChunkStore.part`."""
-        pause = FIRST_PAUSE
+        pause = MIN_POLL_SECONDS
         while (ready := self._ready(pin)) <= part:
             if ready == LOST:
                 raise ChunkLost([pin.key])
             time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, MAX_POLL_SECONDS)
         assert self.slab is not None, "a slab stays mapped while something is held"
         return self.slab.part(pin.slot, part)
 
     def release(self, pins: Sequence[Pin], *, wait: bool = True) -> None:
         """See `ChunkStore.release`. It does not wait for loads: the server keeps their slots until they end."""
-        if leases := self._let_go([pin.lease for pin in pins]):
-            self._tell(m.Release(leases))
+        if leases := self._forget_leases([pin.lease for pin in pins]):
+            self._send(m.Release(leases))
 
     # -- storing -----------------------------------------------------------------------------------------------------
 
@@ -128,10 +134,10 @@ class RemoteStore(ChunkStore, DocumentServer):
         """See `ChunkStore.begin`."""
         if not metas:
             return []
-        with self._question() as at:
-            found: list[Reservation | None] = self._asked(at, m.Begin(list(metas)), [None] * len(metas))
-            self._hold(at, [one.lease for one in found if one is not None])
-        return found
+        with self._leasing() as at:
+            reservations: list[Reservation | None] = self._response(at, m.Begin(list(metas)), [None] * len(metas))
+            self._hold(at, [reservation.lease for reservation in reservations if reservation is not None])
+        return reservations
 
     def view(self, reservation: Reservation) -> torch.Tensor:
         """See `ChunkStore.view`."""
@@ -140,48 +146,48 @@ class RemoteStore(ChunkStore, DocumentServer):
 
     def commit(self, reservations: Sequence[Reservation]) -> None:
         """See `ChunkStore.commit`. While the server is away, the chunks are not stored."""
-        if leases := self._let_go([one.lease for one in reservations]):
-            self._tell(m.Commit(leases))
+        if leases := self._forget_leases([reservation.lease for reservation in reservations]):
+            self._send(m.Commit(leases))
 
     def abort(self, reservation: Reservation) -> None:
         """See `ChunkStore.abort`."""
-        for lease in self._let_go([reservation.lease]):
-            self._tell(m.Abort(lease))
+        for lease in self._forget_leases([reservation.lease]):
+            self._send(m.Abort(lease))
 
     def forget(self, key: ChunkKey, *, wait: bool = True, shared: bool = True) -> None:
         """See `ChunkStore.forget`; raise `StorageError` if the server is away, because it may have the chunk."""
         if self.attachment is None:
-            raise StorageError(f"the cache server at {self._path} is away, so nothing can be removed there")
+            raise StorageError(f"the cache server at {self._path} is unreachable: chunks were not removed")
         self.ask_slowly(m.Forget(key, wait, shared), None)
 
     def copies(self, keys: Sequence[ChunkKey]) -> list[str]:
         """See `ChunkStore.copies`."""
-        found: list[str] = self.ask_slowly(m.CopiesOf(list(keys)), [])
-        return found
+        tiers: list[str] = self.ask_slowly(m.CopiesOf(list(keys)), [])
+        return tiers
 
     # -- contents and counts -----------------------------------------------------------------------------------------
 
     def records(self) -> Iterator[tuple[str, RecordMeta]]:
         """See `ChunkStore.records`."""
-        some = self.ask_slowly(m.Records(first=True), [])
-        while some:
-            yield from some
-            some = self.ask_slowly(m.Records(first=False), [])
+        batch = self.ask_slowly(m.Records(first=True), [])
+        while batch:
+            yield from batch
+            batch = self.ask_slowly(m.Records(first=False), [])
 
     def last_uses(self) -> dict[ChunkKey, float]:
         """See `ChunkStore.last_uses`."""
-        found: dict[ChunkKey, float] = self.ask_slowly(m.LastUses(), {})
-        return found
+        times: dict[ChunkKey, float] = self.ask_slowly(m.LastUses(), {})
+        return times
 
     def known_keys(self) -> set[ChunkKey]:
         """See `ChunkStore.known_keys`."""
-        found: set[ChunkKey] = self.ask_slowly(m.KnownKeys(), set())
-        return found
+        keys: set[ChunkKey] = self.ask_slowly(m.KnownKeys(), set())
+        return keys
 
     def held(self) -> int:
         """See `ChunkStore.held`. All clients are counted."""
-        found: int = self.ask(m.HeldSlots(), len(self._held))
-        return found
+        count: int = self.ask(m.HeldSlots(), len(self._held))
+        return count
 
     def stats(self) -> StoreStats:
         """Return this client's hits and misses, and the server's other counts, since this store was opened.
@@ -208,11 +214,11 @@ class RemoteStore(ChunkStore, DocumentServer):
         """See `DocumentServer.administered_at`."""
         if not is_local_url(address):
             log.warning(
-                "the cache server cannot ask for explanations at %s: LMC_ADMIN has no address of loopback", address
+                "the cache server cannot request explanations at %s: set LMC_ADMIN to a loopback address", address
             )
             return
         self._introduction = msgspec.structs.replace(self._introduction, admin=address, explain_token=explain_token)
-        self._tell(self._introduction)
+        self._send(self._introduction)
 
     def trim(self) -> None:
         """Do nothing: the server trims its tiers when it opens an arena."""
@@ -231,35 +237,35 @@ class RemoteStore(ChunkStore, DocumentServer):
             at.hang_up()
         self._thread.join()
         if self._last is not None:
-            self._last.let_go()
+            self._last.release_lifeline()
 
     # -- the server --------------------------------------------------------------------------------------------------
 
-    def ask(self, question: m.Request, otherwise: Any) -> Any:
-        """Return the response to a quick request, or `otherwise` if the server is away."""
-        return self._asked(self.attachment, question, otherwise)
+    def ask(self, request: m.Request, default: Any) -> Any:
+        """Return the response to a quick request, or `default` if the server is away."""
+        return self._response(self.attachment, request, default)
 
-    def ask_slowly(self, question: m.Request, otherwise: Any) -> Any:
-        """Return the response to a request that may take long, or `otherwise` if the server is away."""
+    def ask_slowly(self, request: m.Request, default: Any) -> Any:
+        """Return the response to a request that may take long, or `default` if the server is away."""
         self.held()  # The server responds after it has handled all earlier messages of the quick connection.
-        return self._asked(self.attachment, question, otherwise, slowly=True)
+        return self._response(self.attachment, request, default, slowly=True)
 
-    def _tell(self, question: m.Request) -> None:
+    def _send(self, request: m.Request) -> None:
         at = self.attachment
         if at is not None:
             with self._without(at):
-                at.quick.tell(question)
+                at.quick.send(request)
 
-    def _asked(self, at: Attachment | None, question: m.Request, otherwise: Any, *, slowly: bool = False) -> Any:
+    def _response(self, at: Attachment | None, request: m.Request, default: Any, *, slowly: bool = False) -> Any:
         if at is not None:
             try:
                 with self._without(at):
-                    return (at.slow if slowly else at.quick).ask(question)
+                    return (at.slow if slowly else at.quick).ask(request)
             except StorageError as error:
                 if slowly:
                     raise
-                self._complain("the cache server at %s could not answer: %s", error)
-        return otherwise
+                self._complain("a request to the cache server at %s failed: %s", error)
+        return default
 
     @contextmanager
     def _without(self, at: Attachment) -> Iterator[None]:
@@ -273,11 +279,11 @@ class RemoteStore(ChunkStore, DocumentServer):
                     self.attachment, self._lost, self._held = None, self._lost | self._held, set()
             at.hang_up()
             if lost and not self._ended.is_set():
-                why = str(error)  # The error itself, in a log record, would keep the memory mapped.
-                log.warning("the cache server at %s is away (%s): nothing is reused until it is back", self._path, why)
+                reason = str(error)  # The error itself, in a log record, would keep the memory mapped.
+                log.warning("lost the cache server at %s (%s): no KV is reused until it is back", self._path, reason)
 
     def _attach(self) -> Attachment:
-        return Attachment.open(self._path, self._sizes, deadline=self._deadline, patience=PATIENCE)
+        return Attachment.open(self._path, self._sizes, deadline=self._deadline, patience=SLOW_REQUEST_SECONDS)
 
     def _take(self, at: Attachment) -> bool:
         """Use a new attachment from now on, and return whether this store is still open.
@@ -287,10 +293,10 @@ class RemoteStore(ChunkStore, DocumentServer):
         """
         try:
             beat = at.quick.ask(m.Ping())
-            at.quick.tell(self._introduction)
+            at.quick.send(self._introduction)
         except BaseException:
             at.hang_up()
-            at.let_go()
+            at.release_lifeline()
             raise
         if self._learning is not None:
             self._learning.begin()
@@ -304,10 +310,10 @@ class RemoteStore(ChunkStore, DocumentServer):
                 self._last = self.attachment = at
         if closed:
             at.hang_up()
-            at.let_go()
+            at.release_lifeline()
         return not closed
 
-    def _look_after(self) -> None:
+    def _keep_attached(self) -> None:
         """Send heartbeats until the store is closed, and attach again after the server was lost."""
         while not self._ended.wait(BEAT_SECONDS):
             at = self.attachment
@@ -320,7 +326,7 @@ class RemoteStore(ChunkStore, DocumentServer):
             except (TierUnusable, Gone) as error:  # The server has not started yet, or has ended again.
                 log.debug("no cache server at %s: %s", self._path, str(error))
             except LmcError as error:
-                self._complain("cannot attach to the cache server at %s: %s", error)
+                self._complain("could not attach to the cache server at %s: %s", error)
             except Exception as error:  # noqa: BLE001 - only this thread attaches again, so no error may end it
                 self._complain("the cache server at %s cannot be used now: %s", error)
 
@@ -337,41 +343,41 @@ class RemoteStore(ChunkStore, DocumentServer):
     def _unused(self) -> bool:
         """Return whether nothing of the last server is held; if so, unmap its memory."""
         with self._lock:
-            unused = not (self._held or self._lost or self._asking)
+            unused = not (self._held or self._lost or self._leasing_requests)
             if unused and self._last is not None:
-                self._last.let_go()
+                self._last.release_lifeline()
                 self._last = self.slab = None
             return unused
 
     def _complain(self, text: str, error: Exception) -> None:
         """Log a warning about the server, at most once a minute."""
-        if time.monotonic() - self._complained > COMPLAINT_SECONDS:
+        if time.monotonic() - self._complained > WARNING_SECONDS:
             self._complained = time.monotonic()
             log.warning(text, self._path, str(error))
 
     # -- leases ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _question(self) -> Iterator[Attachment | None]:
+    def _leasing(self) -> Iterator[Attachment | None]:
         """Yield the current attachment for a request that returns leases.
 
         No new server is attached until the block ends, which must record the leases.
         """
         with self._lock:
-            self._asking += 1
+            self._leasing_requests += 1
             at = self.attachment
         try:
             yield at
         finally:
             with self._lock:
-                self._asking -= 1
+                self._leasing_requests -= 1
 
     def _hold(self, at: Attachment | None, leases: Sequence[int]) -> None:
         """Record the leases that came over an attachment, which may have been lost in the meantime."""
         with self._lock:
             (self._held if self.attachment is at else self._lost).update(leases)
 
-    def _let_go(self, leases: Sequence[int]) -> list[int]:
+    def _forget_leases(self, leases: Sequence[int]) -> list[int]:
         """Forget leases, and return those that the current server still holds."""
         with self._lock:
             alive = [lease for lease in leases if lease in self._held]
@@ -386,7 +392,7 @@ class RemoteStore(ChunkStore, DocumentServer):
 
 
 class _RemoteChanges(Changes):
-    """The change log of a server. Each attachment has its own range of numbers, which starts at serial * `NUMBERS`."""
+    """The change log of a server. Each attachment has its own numbers, from serial * `CHANGE_NUMBERS` on."""
 
     def __init__(self, store: RemoteStore) -> None:
         self._store = store
@@ -396,14 +402,14 @@ class _RemoteChanges(Changes):
         at = self._store.attachment
         if at is None:
             return [], True
-        base = at.serial * NUMBERS
-        if not base <= number < base + NUMBERS:
+        base = at.serial * CHANGE_NUMBERS
+        if not base <= number < base + CHANGE_NUMBERS:
             return [], False
-        found, complete = self._store.ask(m.Since(number - base), ([], True))
-        return [change._replace(number=base + change.number) for change in found], complete
+        changes, complete = self._store.ask(m.Since(number - base), ([], True))
+        return [change._replace(number=base + change.number) for change in changes], complete
 
     def present(self) -> tuple[int, dict[str, list[Chunk]]]:
         """See `Changes.present`."""
         at = self._store.attachment
         number, present = self._store.ask_slowly(m.Present(), (0, {}))
-        return (at.serial * NUMBERS if at is not None else 0) + number, present
+        return (at.serial * CHANGE_NUMBERS if at is not None else 0) + number, present
