@@ -284,19 +284,24 @@ def test_the_endpoint_answers_what_the_commands_ask(served, tmp_path):
     (tmp_path / "prompt.txt").write_text(Words().decode(prompt(DOC_B)))
     assert json.loads(lmc("explain", tmp_path / "prompt.txt", "--url", served.url, "--json")[1])["reused_tokens"] == 20
 
-    assert "is removed" in lmc("documents", "remove", name[:8], "--url", served.url)[1]
+    assert "removed " in lmc("documents", "remove", name[:8], "--url", served.url)[1]
     assert json.loads(lmc("documents", "list", "--url", served.url, "--json")[1])["total"] == 1
     code, _, err = lmc("documents", "show", name[:8], "--url", served.url)
     assert (code, "lmc documents list` shows names and ids" in err) == (2, True)
-    assert "a digit or more" in lmc("documents", "show", "", "--url", served.url)[2]
+    assert "document name is empty" in lmc("documents", "show", "", "--url", served.url)[2]
     wrong = '{"prompt": "w1", "kv_transfer_params": "x"}', "kv_transfer_params must be an object"
-    for text, said in (("", "is empty"), ('{"messages": [', "is no JSON"), ("7", "must hold a request"), wrong):
+    for text, said in (
+        ("", "is empty"),
+        ('{"messages": [', "is no JSON"),
+        ("7", "is neither a request nor a text"),
+        wrong,
+    ):
         (tmp_path / "prompt.txt").write_text(text)
         code, _, err = lmc("explain", tmp_path / "prompt.txt", "--url", served.url)
         assert (code, said in err) == (2, True)
     code, _, err = lmc("explain", "w1 w2", "--url", served.url)
     assert (code, err) == (
-        2, "error: there is no file w1 w2: give one with a request as JSON or a text, or - for standard input\n"
+        2, "error: file w1 w2 does not exist: use a file with a request or a text, or - for standard input\n"
     )  # fmt: skip
 
 
@@ -327,7 +332,7 @@ def test_a_server_that_is_no_administration_endpoint_is_said_to_be_none(tmp_path
         ):
             code, _, err = lmc(*words)
             assert (code, err.count("\n"), err.startswith("error: ")) == (2, 1, True), words
-            assert "does not answer like" in err or "listed no models" in err
+            assert "is not a" in err or "listed no models" in err
         server.shutdown()
 
 
@@ -390,8 +395,8 @@ def test_documents_have_names_and_are_pinned_and_limited_in_time_by_them(make):
         assert "notes/one.txt" in lmc("documents", "list", *url)[1]
         assert Words().decode(DOC_A) in lmc("documents", "show", "notes/one.txt", *url)[1]
         code, out, _ = lmc("documents", "unpin", "notes/one.txt", *url)
-        assert (code, "may be evicted, and has no time limit (host)" in out) == (0, True)
-        assert lmc("documents", "remove", "notes/one.txt", "notes/two.txt", *url)[1].count("is removed") == 2
+        assert (code, "unpinned, without a time limit (host)" in out) == (0, True)
+        assert lmc("documents", "remove", "notes/one.txt", "notes/two.txt", *url)[1].count("removed ") == 2
         code, _, err = lmc("documents", "pin", "notes/one.txt", *url)
         assert (code, "unknown document 'notes/one.txt'" in err) == (2, True)
         client = HttpClient(f"127.0.0.1:{port}")

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from lmc.blend.markers import Markers
 from lmc.blend.segments import join, split
 from lmc.commands.calibrate.measure import BLIND, RATIOS, Measured, Measurement, Numbers
-from lmc.commands.calibrate.prompts import ANSWER, ASK, CalibrationPrompts, collect, questions_about
+from lmc.commands.calibrate.prompts import ANSWER_TOKENS, ASK, CalibrationPrompts, collect, questions_about
 from lmc.commands.calibrate.verdict import judge, reads_documents, report_of, table, yaml_lines
 from lmc.commands.cli import app
 from lmc.config.settings import Settings
@@ -87,22 +87,22 @@ def test_the_answer_is_no_if_no_ratio_is_good_enough() -> None:
     verdict = judge(measured({0.3: 0.9, 0.5: 0.97}), 0.98)
     assert verdict.ratio is None
     assert verdict.reason == (
-        "no ratio reaches an agreement of 98.0%: at 0.5 97.0% of the tokens and 100% of the first tokens are full "
-        "prefill's"
+        "no ratio reaches an agreement of 98.0%: at 0.5 97.0% of tokens and 100% of first tokens agree with "
+        "full prefill"
     )
 
 
 def test_the_answer_is_no_if_no_time_is_gained() -> None:
     verdict = judge(measured(dict.fromkeys(RATIOS, 1.0), seconds=0.95), 0.98)
     assert verdict.ratio is None
-    assert verdict.reason == "ratio 0.05 reaches 98.0%, and no time is gained: its TTFT is 95% of full prefill's"
+    assert verdict.reason == "ratio 0.05 reaches 98.0%, but saves no time: its TTFT is 95% of full prefill's"
     assert judge(measured(dict.fromkeys(RATIOS, 1.0), seconds=0.9), 0.98).ratio == 0.05
 
 
 def test_the_answer_is_no_if_the_model_does_not_read_the_documents() -> None:
     verdict = judge(measured(dict.fromkeys(RATIOS, 1.0), gain=0.05), 0.98)
     assert verdict.ratio is None
-    assert "does not read the documents" in verdict.reason
+    assert "does not use the documents" in verdict.reason
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_a_prompt_holds_the_documents_between_separators_and_ends_with_the_known
     assert prompt.bare == join(
         prompt.tokens[: parts.system.stop], (), prompt.tokens[parts.question.start :], list(separator)
     )
-    assert 0 < len(prompt.right) <= ANSWER
+    assert 0 < len(prompt.right) <= ANSWER_TOKENS
     assert prompts.prompt(0) == prompt, "the same every time"
 
 
@@ -220,7 +220,7 @@ def test_the_report_says_what_was_measured_and_with_which_settings() -> None:
 
 
 def test_the_small_model_is_worth_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path) -> None:
-    """TTFT is not asserted, as the machine may be busy: the verdict may be that no time is gained."""
+    """TTFT is not asserted, as the machine may be busy: the verdict may be that saves no time."""
     monkeypatch.setenv("LMC_MAX_LOCAL_CPU_SIZE", "0.3")
     file = tmp_path / "report.json"
     given = ("--documents", DOCUMENTS, "--questions", QUESTIONS, "--prompts", "3", "--report", file)
@@ -233,7 +233,7 @@ def test_the_small_model_is_worth_it(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         assert "enable_blending: true" in out
     else:
         assert code == 1
-        assert "no time is gained" in report["reason"]
+        assert "saves no time" in report["reason"]
         assert "Blending is not worth it for this model: " in out
 
 
@@ -259,18 +259,24 @@ def test_random_weights_are_not_worth_it(random_checkpoint: Path, monkeypatch: p
     for questions in (["--questions", QUESTIONS], []):
         code, out, _ = lmc(random_checkpoint, "--documents", DOCUMENTS, "--prompts", "4", *questions)
         assert code == 1
-        assert "Blending is not worth it for this model: the model does not read the documents" in out
+        assert "Blending is not worth it for this model: the model does not use the documents" in out
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["/nowhere/at/all", "--documents", DOCUMENTS], "there is no such directory"),
-        ([MODEL, "--documents", "nowhere"], "no .txt or .md files with text in nowhere"),
-        ([MODEL, "--documents", MODEL], "no .txt or .md files with text in "),
+        (["/nowhere/at/all", "--documents", DOCUMENTS], "the directory does not exist"),
+        ([MODEL, "--documents", "nowhere"], "nowhere has no .txt or .md files with text"),
+        ([MODEL, "--documents", MODEL], "has no .txt or .md files with text"),
         ([DOCUMENTS, "--documents", DOCUMENTS], "cannot load a causal language model from "),
-        ([MODEL, "--documents", DOCUMENTS, "--agreement", "1.5"], "--agreement 1.5 must be above 0 and at most 1"),
-        ([MODEL, "--documents", DOCUMENTS, "--agreement", "nan"], "--agreement nan must be above 0 and at most 1"),
+        (
+            [MODEL, "--documents", DOCUMENTS, "--agreement", "1.5"],
+            "invalid --agreement 1.5: use a number above 0 and at most 1",
+        ),
+        (
+            [MODEL, "--documents", DOCUMENTS, "--agreement", "nan"],
+            "invalid --agreement nan: use a number above 0 and at most 1",
+        ),
         ([MODEL, "--documents", DOCUMENTS, "--questions", "nowhere.json"], "cannot read nowhere.json"),
     ],
 )
@@ -285,14 +291,14 @@ def test_documents_without_a_sentence_need_questions(tmp_path: Path) -> None:
     (tmp_path / "numbers.txt").write_text("1 2 3 4 5 6 7 8 9 10 11 12")
     code, _, err = lmc(MODEL, "--documents", tmp_path)
     assert code == 2
-    assert "has no sentence of 8 to 40 words to ask about: use --questions" in err
+    assert "has no sentence of 8 to 40 words to make questions of: use --questions" in err
 
 
 def test_documents_that_are_too_short_to_be_blended_are_named(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("owner of goose is the old miller who came here before dusk .")
     code, _, err = lmc(MODEL, "--documents", tmp_path)
     assert code == 2
-    assert "no prompt over these documents is blended" in err
+    assert "prompts over these documents are not blended" in err
     assert "blend_min_tokens" in err
 
 
@@ -301,7 +307,7 @@ def test_a_report_that_cannot_be_written_is_named_behind_the_result(monkeypatch:
     code, out, err = lmc(MODEL, "--documents", DOCUMENTS, "--report", "/proc/nowhere/report.json")
     assert code == 2
     assert "Blending is not worth it" in out
-    assert "the report cannot be written to /proc/nowhere/report.json" in err
+    assert "cannot write the report to /proc/nowhere/report.json" in err
 
 
 def test_separators_in_a_document_do_not_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

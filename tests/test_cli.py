@@ -62,7 +62,7 @@ def tier(tmp_path: Path) -> Path:
 def test_a_sound_tier_checks_clean(tier: Path) -> None:
     code, out, _ = lmc("check", tier)
     assert code == 0
-    assert "5 records, 0 wrong" in out
+    assert "5 records, 0 problems" in out
 
 
 def test_a_flipped_bit_is_found_and_fix_removes_it(tier: Path) -> None:
@@ -78,8 +78,8 @@ def test_a_flipped_bit_is_found_and_fix_removes_it(tier: Path) -> None:
 
     code, out, _ = lmc("check", tier, "--fix")
     assert code == 0
-    assert "1 wrong, all removed" in out
-    assert lmc("check", tier)[1].strip().endswith("4 records, 0 wrong")
+    assert "1 problem, all removed" in out
+    assert lmc("check", tier)[1].strip().endswith("4 records, 0 problems")
 
 
 def test_stat_counts_records(tier: Path) -> None:
@@ -245,7 +245,7 @@ def test_stat_reads_no_part_and_changes_nothing(tmp_path: Path) -> None:
     code, out, _ = lmc("stat", tmp_path)
     assert code == 0
     assert rows(out)[-1][:2] == ["total", "1"]
-    assert "1 records have headers that cannot be read" in out
+    assert "1 records have unreadable headers" in out
     assert [(path.read_bytes(), path.stat().st_mtime_ns) for path in paths] == before
 
 
@@ -264,7 +264,7 @@ def test_clear_removes_exactly_the_records_of_one_namespace(tmp_path: Path) -> N
     used = [path.stat().st_mtime_ns for path in (paths[0], paths[3])]
     code, out, err = lmc("clear", tmp_path, "--namespace", "B2", "--yes")
     assert (code, err) == (0, "")
-    assert "2 records removed" in out
+    assert "removed 2 records" in out
     assert [path.exists() for path in (*paths, *foreign)] == [True, False, False, True, True, True, True]
     assert [path.stat().st_mtime_ns for path in (paths[0], paths[3])] == used, "the others were not used"
 
@@ -272,12 +272,12 @@ def test_clear_removes_exactly_the_records_of_one_namespace(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--namespace", "a1"], f"2 namespaces start with a1: {ONE.hex()}, {NEAR.hex()}; give more digits"),
+        (["--namespace", "a1"], f"2 namespaces start with a1: {ONE.hex()}, {NEAR.hex()}; use more digits"),
         (["--namespace", "c3"], "no namespace starts with c3: there are a1a1a1a1a1a1, a1ffa1ffa1ff, b2b2b2b2b2b2"),
-        (["--namespace", ""], "must be the first hex digits"),
-        (["--namespace", "../x"], "must be the first hex digits"),
-        ([], "say which records to remove: --namespace DIGITS, or --all"),
-        (["--all", "--namespace", "b2"], "say which records to remove"),
+        (["--namespace", ""], "use first hex digits"),
+        (["--namespace", "../x"], "use first hex digits"),
+        ([], "set the records to remove: --namespace DIGITS, or --all"),
+        (["--all", "--namespace", "b2"], "set the records to remove"),
     ],
 )
 def test_clear_refuses_what_is_not_exactly_one_namespace(tmp_path: Path, words: list[str], message: str) -> None:
@@ -339,7 +339,7 @@ def test_without_a_directory_the_settings_say_where(
 ) -> None:
     code, _, err = lmc(*words)
     assert code == 2
-    assert "give its directory, or set local_disk or remote_url" in err
+    assert "pass the directory of a disk tier, or set local_disk or remote_url" in err
     fill(tmp_path, (0, ONE))
     unset.setenv("LMC_LOCAL_DISK", str(tmp_path))
     code, out, _ = lmc(*words)
@@ -364,14 +364,14 @@ def test_disk_and_remote_of_the_settings_are_both_looked_at_and_cleared(
     assert [row[:2] for row in rows(out) if row[0] == "total"] == [["total", "2"], ["total", "3"]]
     assert "Redis at cache:6380" in out
     assert "secret" not in out
-    assert "Redis at cache:6380: 3 records, 0 wrong" in lmc("check")[1]
+    assert "Redis at cache:6380: 3 records, 0 problems" in lmc("check")[1]
 
     code, _, err = lmc("clear", "--namespace", "a1", "--yes")  # one of the two is only in Redis
     assert code == 2
     assert "2 namespaces start with a1" in err
     code, out, _ = lmc("clear", "--namespace", "a1a1", "--yes")
     assert code == 0
-    assert "3 records removed" in out
+    assert "removed 3 records" in out
     assert list(remote.records) == [key_of(3)]
     assert [row[0] for row in rows(lmc("stat", tmp_path)[1])[1:]] == ["b2" * 6, "total"]
 
@@ -419,7 +419,7 @@ def test_the_demo_asks_in_four_ways_and_a_second_run_finds_its_documents(tmp_pat
 
     code, out, _ = run_demo(tmp_path, "--limit", "3")
     assert code == 0
-    assert f"{learned} documents were found on disk" in out
+    assert f"{learned} documents were already on disk" in out
     assert "prefilled alone" not in out
 
 
@@ -469,11 +469,11 @@ def test_the_demo_takes_the_id_of_a_model_on_the_hub(tmp_path: Path, monkeypatch
     ("questions", "message"),
     [
         ([], "has no questions"),
-        ([{"answer": "Mara"}], "each question is"),
+        ([{"answer": "Mara"}], "has an invalid question"),
         ([{"question": "who", "answer": 7}], "needs an answer in text"),
         ([{"question": "who", "answer": None}], "needs an answer in text"),
         ([{"question": "who", "answer": ""}], "needs an answer in text"),
-        ({"queries": []}, "each question is"),
+        ({"queries": []}, "has an invalid question"),
     ],
 )
 def test_questions_that_cannot_be_asked_are_named(tmp_path: Path, questions: object, message: str) -> None:
@@ -494,10 +494,10 @@ def test_documents_without_text_are_named(tmp_path: Path, content: bytes) -> Non
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--documents", "nowhere"], "no .txt or .md files with text in nowhere"),
+        (["--documents", "nowhere"], "nowhere has no .txt or .md files with text"),
         (["--questions", "nowhere.json"], "cannot read nowhere.json"),
         (["--questions", str(SMALL / "documents" / "inn-01.txt")], "is no JSON"),
-        (["--model", "/nowhere/at/all"], "there is no such directory"),
+        (["--model", "/nowhere/at/all"], "the directory does not exist"),
         (["--json", "/proc/nowhere.json"], "cannot write /proc/nowhere.json"),
         (["--model", "nowhere/at-all"], "cannot load a causal language model from nowhere/at-all"),
     ],

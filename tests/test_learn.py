@@ -150,8 +150,8 @@ def test_a_changed_document_is_learned_and_a_dry_run_learns_nothing(tmp_path: Pa
     away = "learn", tmp_path / "texts", "--url", "http://127.0.0.1:9", "--dry-run"
     code, out, _ = lmc(*away)
     assert (code, "2 documents with" in out) == (0, True)
-    assert "whether the documents fit was not checked: no server answers" in out
-    assert lmc("learn", tmp_path / "texts", "--url", "", "--model", "")[2].startswith("error: say who computes")
+    assert "could not check whether the documents fit: no server answers" in out
+    assert lmc("learn", tmp_path / "texts", "--url", "", "--model", "")[2].startswith("error: set either --url")
     assert not (tmp_path / "disk").exists()
     assert json.loads(lmc(*words)[1])["learned"] == 2
     (tmp_path / "texts" / "b.txt").write_text("another text")
@@ -175,7 +175,7 @@ def test_what_a_full_disk_has_dropped_is_said(tmp_path: Path, monkeypatch: pytes
     words = "learn", SHIPPED / "documents", "--model", MODEL, "--local-disk", tmp_path / "disk"
     code, out, _ = lmc(*words)
     assert code == 0
-    assert "chunks were dropped meanwhile, because the tiers are full: raise max_local_disk_size" in out
+    assert "chunks were evicted during the run, because the tiers are full: raise max_local_disk_size" in out
     assert json.loads(lmc(*words, "--again", "--json")[1])["dropped"] > 0
 
 
@@ -184,7 +184,7 @@ def test_what_no_tier_keeps_is_not_said_to_be_learned(tmp_path: Path, monkeypatc
     monkeypatch.setenv("LMC_REMOTE_URL", "redis://127.0.0.1:1")
     words = "learn", SHIPPED / "documents", "--model", MODEL, "--manifest", tmp_path / "learned.jsonl"
     code, out, err = lmc(*words)
-    assert (code, "documents cannot be kept: redis cannot be written to" in err) == (2, True)
+    assert (code, "cannot store documents: redis cannot be written" in err) == (2, True)
     assert "learned in" not in out
     assert (tmp_path / "learned.jsonl").read_text() == ""
     monkeypatch.setenv("LMC_LOCAL_DISK", str(tmp_path / "disk"))
@@ -196,7 +196,7 @@ def test_documents_are_pinned_and_limited_in_time_also_if_they_were_learned_befo
     (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))
     words = "learn", tmp_path / "d.jsonl", "--model", MODEL, "--local-disk", tmp_path / "disk"
     _, out, _ = lmc(*words)
-    assert "tokens stored there now: memory" in out
+    assert "tokens stored now: memory" in out
     assert not (tmp_path / "disk/documents.jsonl").exists()
     found = json.loads(lmc(*words, "--pin", "--ttl", "2h", "--json")[1])
     assert (found["before"], found["learned"]) == (3, 0)
@@ -212,7 +212,7 @@ def test_documents_are_pinned_and_limited_in_time_also_if_they_were_learned_befo
 def test_pins_go_when_everything_is_cleared(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text(json.dumps({"id": "a", "text": "owner of lamp Tara . " * 5}))
     words = "learn", tmp_path / "d.jsonl", "--model", MODEL, "--local-disk", tmp_path / "disk", "--pin"
-    assert "1 document is pinned and removed after 7d" in lmc(*words, "--ttl", "7d")[1]
+    assert "1 document was pinned and set to expire after 7d" in lmc(*words, "--ttl", "7d")[1]
     assert (tmp_path / "disk/documents.jsonl").exists()
     assert lmc("clear", tmp_path / "disk", "--all", "--yes")[0] == 0
     assert not (tmp_path / "disk/documents.jsonl").exists()
@@ -260,8 +260,8 @@ def test_sizes_are_those_of_what_is_learned(tmp_path: Path, monkeypatch: pytest.
 
 def test_what_size_cannot_read_is_said(tmp_path: Path) -> None:
     assert "cannot read the sizes of the model" in lmc("size", tmp_path)[2]
-    assert "model nowhere: there is no such directory, and on the hub: " in lmc("size", "nowhere")[2]
-    assert "int9 is no dtype" in lmc("size", MODEL, "--dtype", "int9")[2]
+    assert "model nowhere: the directory does not exist, and the hub reports: " in lmc("size", "nowhere")[2]
+    assert "invalid dtype int9" in lmc("size", MODEL, "--dtype", "int9")[2]
     assert "does not exist" in lmc("size", MODEL, "--documents", tmp_path / "none")[2]
 
 
@@ -296,7 +296,7 @@ def test_after_kill_nothing_is_lost_and_nothing_is_learned_twice(tmp_path: Path)
     assert sorted(ids, key=int) == [str(i) for i in range(count)]
     again = json.loads(lmc(*words, "--again")[1])
     assert again["learned"] == count
-    assert lmc("check", tmp_path / "disk")[1].strip().endswith(f"{count} records, 0 wrong")
+    assert lmc("check", tmp_path / "disk")[1].strip().endswith(f"{count} records, 0 problems")
 
 
 def test_a_manifest_that_ends_in_half_a_line_is_gone_on_with(tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_what_it_waits_for(
     documents = [Document("slow", "one"), Document("fast", "two")]
     with Manifest(tmp_path / "learned.jsonl") as manifest, pytest.raises(KeyboardInterrupt):
         LearnRun(documents, manifest, Retention(pinned=False, ttl=None)).learn(Slow(), 2)  # type: ignore[arg-type]
-    said = "0 of 2 documents were learned; run the same command again to go on; waiting for what has begun (1 document)"
+    said = "0 of 2 documents were learned; run the same command again to continue; waiting for 1 document in flight"
     assert capfd.readouterr().err == f"{said}\n"
 
 
@@ -397,7 +397,7 @@ def test_what_the_server_has_lost_is_learned_again(server: Any, tmp_path: Path) 
     assert (code, "1 document learned" in out) == (0, True)
     code, out, _ = lmc(*words)  # There is no endpoint that could say what is there.
     assert "1 of 1 document was learned before" in out
-    assert "whether the server still has them was not asked" in out
+    assert "could not check whether the server still has them" in out
     for held, learned in ((20, "0 documents learned"), (0, "1 document learned")):
         server.answers["/metrics"] = 200, f'lmc:chunk_tokens{{place="host"}} {held}'
         code, out, _ = lmc(*words)
@@ -466,7 +466,7 @@ def test_documents_are_sent_as_messages_if_that_is_wanted(server: Any, tmp_path:
     (tmp_path / "a.txt").write_text("a text")
     code, out, _ = lmc("learn", tmp_path, "--url", server.url, "--chat")
     assert (code, "1 document learned" in out) == (0, True)
-    assert "--chat is for a server" in lmc("learn", tmp_path, "--model", MODEL, "--local-disk", "d", "--chat")[2]
+    assert "--chat needs a server" in lmc("learn", tmp_path, "--model", MODEL, "--local-disk", "d", "--chat")[2]
 
 
 def test_pins_need_the_administration_endpoint(server: Any, tmp_path: Path) -> None:
@@ -482,7 +482,7 @@ def test_pins_need_the_administration_endpoint(server: Any, tmp_path: Path) -> N
         ((200, {"kv_transfer_params": {"lmc": {"learned": True}}}), 0, "1 document learned"),
         ((200, {"kv_transfer_params": {"lmc": {"note": "no room"}}}), 1, "a was not learned: no room"),
         ((400, {"error": {"message": "too long"}}), 1, "a was not learned: too long"),
-        ((200, {}), 2, "answers without lmc: start it with LMCConnector"),
+        ((200, {}), 2, "responded without lmc: start it with LMCConnector"),
         ((401, {}), 2, "answered 401 Unauthorized; set OPENAI_API_KEY to the server's key"),
         ((503, {}), 2, "answered 503"),
     ],

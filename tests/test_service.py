@@ -228,11 +228,7 @@ def test_a_slot_of_a_killed_client_is_given_to_nobody_while_one_of_its_processes
 
 
 def test_a_client_that_is_silent_loses_its_pins_and_its_chunks_are_lost_to_it(server, attach, child, monkeypatch):
-<<<<<<< HEAD
-    monkeypatch.setattr(servers, "SILENT_SECONDS", 1.5)
-=======
-    monkeypatch.setattr(servers, "CLIENT_TIMEOUT_SECONDS", 4.0)
->>>>>>> 69adad3 (server: messages with value and remedy, requests are handled and not asked)
+    monkeypatch.setattr(servers, "CLIENT_TIMEOUT_SECONDS", 1.5)
     late = Child(server)
     store = attach()
     put(store, K0)

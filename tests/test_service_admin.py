@@ -135,7 +135,6 @@ def test_a_missing_package_does_not_end_the_server_that_would_be_taken_over(
     assert not service.server.ends
 
 
-<<<<<<< HEAD
 RUN_WITHOUT_TORCH = """
 import json, sys
 sys.modules["torch"] = None
@@ -146,22 +145,6 @@ print(json.dumps([CliRunner().invoke(app, words).output for words in json.load(s
 
 
 def test_a_command_that_asks_a_running_server_does_not_wait_for_torch(service, tmp_path):
-=======
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["stat", "--server"], "connection"),
-        (["stat", "--json", "--server"], '"arenas"'),
-        (["top", "--once"], "hits"),
-        (["documents", "list", "--url"], "1 of 1 document"),
-        (["documents", "pin", "a.txt", "--url"], "pinned"),
-        (["documents", "remove", "a.txt", "--url"], "removed "),
-        (["explain", "prompt.txt", "--url"], "start an engine with LMC_ADMIN="),
-    ],
-    ids=lambda one: " ".join(one[:2]) if isinstance(one, list) else "",
-)
-def test_a_command_that_asks_a_running_server_does_not_wait_for_torch(service, tmp_path, words, said):
->>>>>>> 69adad3 (server: messages with value and remedy, requests are handled and not asked)
     """Its import takes seconds."""
     learn(service.engine(), A, name="a.txt")
     (tmp_path / "prompt.txt").write_text("a text")

@@ -19,103 +19,114 @@ URL = "http://127.0.0.1:9180"
 DIGITS, TENANT_DIGITS = 12, 6  # displayed digits of an id, and of a tenant's digest
 MODEL = 2  # column of a list that is left out if there is only one model
 
-Address = Annotated[str, typer.Option("--url", envvar="LMC_ADMIN", help="the engine's LMC_ADMIN")]
-Name = Annotated[str, typer.Argument(help="its name, or the first digits of its id")]
-Names = Annotated[list[str], typer.Argument(help="their names, or the first digits of their ids")]
+Address = Annotated[
+    str, typer.Option("--url", envvar="LMC_ADMIN", help="LMC_ADMIN address of the engine or cache server")
+]
+Name = Annotated[str, typer.Argument(help="name of a document, or first digits of its id")]
+Names = Annotated[list[str], typer.Argument(help="names of documents, or first digits of their ids")]
 documents = typer.Typer(
     no_args_is_help=True, help="List, show, pin and remove the documents that a running engine knows."
 )
 
 
 def explain(
-    prompt: Annotated[str, typer.Argument(help="file of a request as JSON, or of text; - for standard input")],
+    prompt: Annotated[str, typer.Argument(help="file with a request as JSON, or with a text; - for standard input")],
     url: Address = URL,
     server: Annotated[
-        str | None, typer.Option(help="the vLLM server, to build the prompt as it would, with its own chat template")
+        str | None, typer.Option(help="URL of the vLLM server that tokenizes the prompt, with its chat template")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say which documents of a prompt a running engine would reuse, and why it would not reuse the others.
+    """Explain which documents of a prompt a running engine would reuse, and why not the others.
 
     The file holds the body of a chat or completions request (messages, or prompt), or the text of a prompt. Nothing is
     computed. The engine has to run with LMC_ADMIN=127.0.0.1:9180.
     """
     body = _body(prompt)
-    found = _ask(url, "/v1/explain", "documents", body if server is None else _tokenized(server, body))
+    explanation = _ask(url, "/v1/explain", "documents", body if server is None else _tokenized(server, body))
     if as_json:
-        print_json(found)
+        print_json(explanation)
         return
     out = console()
-    names = "tokens", "engine_tokens", "exact_tokens", "reused_tokens", "repaired_tokens"
-    whole, engine, exact, reused, again = (found[name] for name in names)
-    found_there = f"{engine} in the engine's own cache, {exact} of the same beginning in lmc's store,"
-    out.print(Text(f"{counted(whole, 'token')}: {found_there}"))
-    out.print(Text(f"{reused} of documents reused, {again} of them computed again"))
-    if found["why"]:
-        out.print(Text(f"note: {found['why']}"))
-    for number, one in enumerate(found["documents"], 1):
-        size, places = one["stop"] - one["start"], ", ".join(sorted(set(one["places"])))
-        held, chunks = len(one["places"]), one["chunks"]
-        part = "" if held in (0, chunks) else f", {held} of {chunks} chunks"
-        kept = f"stored ({places}{part}), not reused" if places else "not stored"
-        what = f"reused from {places}{part}" if one["reused"] else kept
-        out.print(Text(f"\ndocument {number}, {counted(size, 'token')} from {one['start']} on: {what}"))
-        out.print(Text(f"  {one['text']!r}"))
-        if one["why"]:
-            out.print(Text(f"  why: {one['why']}"))
-        if one["nearest"]:
-            out.print(Text(f"  lmc documents show {one['nearest'][:DIGITS]} --url {url}"))
+    fields = "tokens", "engine_tokens", "exact_tokens", "reused_tokens", "repaired_tokens"
+    tokens, cached, exact, reused, recomputed = (explanation[name] for name in fields)
+    stored = f"{cached} in the engine's own cache, {exact} in a stored prefix,"
+    out.print(Text(f"{counted(tokens, 'token')}: {stored}"))
+    out.print(Text(f"{reused} reused from documents, {recomputed} of them recomputed"))
+    if explanation["why"]:
+        out.print(Text(f"note: {explanation['why']}"))
+    for number, document in enumerate(explanation["documents"], 1):
+        size, places = document["stop"] - document["start"], ", ".join(sorted(set(document["places"])))
+        held_chunks, chunks = len(document["places"]), document["chunks"]
+        part = "" if held_chunks in (0, chunks) else f", {held_chunks} of {chunks} chunks"
+        state = f"stored ({places}{part}), not reused" if places else "not stored"
+        outcome = f"reused from {places}{part}" if document["reused"] else state
+        out.print(Text(f"\ndocument {number}, {counted(size, 'token')} from {document['start']} on: {outcome}"))
+        out.print(Text(f"  {document['text']!r}"))
+        if document["why"]:
+            out.print(Text(f"  why: {document['why']}"))
+        if document["nearest"]:
+            out.print(Text(f"  lmc documents show {document['nearest'][:DIGITS]} --url {url}"))
 
 
 @documents.command(name="list")
 def list_documents(
-    limit: Annotated[int, typer.Option(min=1, help="how many; those that were used last come first")] = 100,
+    limit: Annotated[
+        int, typer.Option(min=1, help="maximum number of documents; the most recently used come first")
+    ] = 100,
     url: Address = URL,
     as_json: AsJson = False,
 ) -> None:
-    """List documents: tokens, where they are, how often they were used, and when last.
+    """List documents with their tokens, tiers, number of uses and last use.
 
     Documents without a name are shown by their first words. Those with the same digits of the tenant are of one tenant.
     """
-    found = _ask(url, f"/v1/documents?limit={limit}", "documents")
+    listing = _ask(url, f"/v1/documents?limit={limit}", "documents")
     if as_json:
-        print_json(found)
+        print_json(listing)
         return
-    heads = ["id", "name", "model", "tenant", "tokens", "places", "uses", "last used", "stays"]
-    rows = [_row(one) for one in found["documents"]]
+    columns = ["id", "name", "model", "tenant", "tokens", "places", "uses", "last used", "stays"]
+    rows = [_row(document) for document in listing["documents"]]
     if len({row[MODEL] for row in rows}) < 2:
-        heads.pop(MODEL)
+        columns.pop(MODEL)
         for row in rows:
             row.pop(MODEL)
     if sys.stdout.isatty():
-        table = Table(*heads)
+        table = Table(*columns)
         for column in table.columns[:2]:
             column.no_wrap, column.overflow = column is table.columns[0], "fold"
         for row in rows:
             table.add_row(*map(Text, row))
         console().print(table)
     else:  # A table of 10,000 rows takes seconds.
-        for row in (heads, *rows):
+        for row in (columns, *rows):
             typer.echo("\t".join(row))
-    console().print(Text(f"{len(rows)} of {counted(found['total'], 'document')}"))
+    console().print(Text(f"{len(rows)} of {counted(listing['total'], 'document')}"))
 
 
 @documents.command()
 def show(name: Name, url: Address = URL, as_json: AsJson = False) -> None:
     """Show a document with its text, or all documents of a name."""
-    found = _ask(url, _path(name), "documents")
+    listing = _ask(url, _path(name), "documents")
     if as_json:
-        print_json(found)
+        print_json(listing)
         return
-    for one in found["documents"]:
-        facts = counted(one["tokens"], "token"), _places(one), f"used {counted(one['uses'], 'time')}", _stays(one)
-        console().print(Text(f"{one['id']} {one['name']}\n{', '.join(filter(None, facts))}\n\n{one['text']}\n"))
+    for document in listing["documents"]:
+        facts = (
+            counted(document["tokens"], "token"),
+            _places(document),
+            f"used {counted(document['uses'], 'time')}",
+            _stays(document),
+        )
+        console().print(
+            Text(f"{document['id']} {document['name']}\n{', '.join(filter(None, facts))}\n\n{document['text']}\n")
+        )
 
 
 @documents.command()
 def pin(
     names: Names,
-    ttl: Annotated[str | None, typer.Option(help="remove them after this time, such as 12h or 7d")] = None,
+    ttl: Annotated[str | None, typer.Option(help="remove the documents after this time, such as 12h or 7d")] = None,
     url: Address = URL,
 ) -> None:
     """Pin documents: they are not evicted, and are written again to a Redis that has dropped them.
@@ -135,9 +146,9 @@ def unpin(names: Names, url: Address = URL) -> None:
 def remove(names: Names, url: Address = URL) -> None:
     """Remove documents from memory and all tiers. They are learned again when a prompt has them."""
     for name in names:
-        for found in _ask(url, _path(name), "removed", method="DELETE")["removed"]:
-            again = "It is learned again when a prompt has it, or by lmc learn --again"
-            console().print(Text(f"{found} is removed. {again}"))
+        for document_id in _ask(url, _path(name), "removed", method="DELETE")["removed"]:
+            hint = "it is learned again when a prompt has it, or by lmc learn --again"
+            console().print(Text(f"removed {document_id}; {hint}"))
 
 
 def _row(document: dict[str, Any]) -> list[str]:
@@ -154,13 +165,17 @@ def _row(document: dict[str, Any]) -> list[str]:
     ]
 
 
-def _change(url: str, names: Sequence[str], wanted: dict[str, Any]) -> None:
+def _change(url: str, names: Sequence[str], changes: dict[str, Any]) -> None:
     for path in [_path(name) for name in names]:
         _ask(url, path, "documents")  # Check all names first: a wrong name changes nothing.
     for name in names:
-        for one in _ask(url, _path(name), "documents", wanted, "PATCH")["documents"]:
-            said = _stays(one) or "may be evicted, and has no time limit"
-            console().print(Text(f"{one['id'][:DIGITS]} {one['name'] or one['begins']}: {said} ({_places(one)})"))
+        for document in _ask(url, _path(name), "documents", changes, "PATCH")["documents"]:
+            state = _stays(document) or "unpinned, without a time limit"
+            console().print(
+                Text(
+                    f"{document['id'][:DIGITS]} {document['name'] or document['begins']}: {state} ({_places(document)})"
+                )
+            )
 
 
 def _places(document: dict[str, Any]) -> str:
@@ -173,22 +188,22 @@ def _stays(document: dict[str, Any]) -> str:
     return ", ".join(filter(None, ("pinned" if document["pinned"] else "", until)))
 
 
-def _ask(url: str, path: str, wanted: str, body: Any = None, method: str | None = None) -> Any:
-    """Return the response of an administration endpoint. Raises `InputError` if it lacks the field `wanted`."""
+def _ask(url: str, path: str, field: str, body: Any = None, method: str | None = None) -> Any:
+    """Return the response of an administration endpoint. Raises `InputError` if it lacks the field `field`."""
     from lmc.http.client import admin_client
 
-    return _with_field(wanted, url, admin_client(url).ask(path, body, method), "an administration endpoint of lmc")
+    return _with_field(field, url, admin_client(url).ask(path, body, method), "an lmc endpoint")
 
 
-def _with_field(wanted: str, url: str, answer: Any, who: str) -> Any:
-    if not isinstance(answer, dict) or wanted not in answer:
-        raise InputError(f"{url} does not answer like {who}: there is no {wanted!r} in its answer")
-    return answer
+def _with_field(field: str, url: str, response: Any, server: str) -> Any:
+    if not isinstance(response, dict) or field not in response:
+        raise InputError(f"{url} is not {server}: its response has no field {field!r}; check the address")
+    return response
 
 
 def _path(name: str) -> str:
     if not name.strip():
-        raise InputError("give a document's name, or a digit or more of its id; lmc documents list shows them")
+        raise InputError("document name is empty: use a name, or first digits of an id, from `lmc documents list`")
     return f"/v1/documents/{quote(name, safe='')}"
 
 
@@ -198,35 +213,37 @@ def _tokenized(server: str, body: dict[str, Any]) -> dict[str, Any]:
 
     client = vllm_client(server)
     model = body.get("model") or client.model()
-    names = "messages", "prompt", "chat_template", "chat_template_kwargs", "tools"
-    asked: dict[str, Any] = {name: body[name] for name in names if name in body}
-    if "messages" in asked:
-        asked["add_generation_prompt"] = True
+    fields = "messages", "prompt", "chat_template", "chat_template_kwargs", "tools"
+    request: dict[str, Any] = {name: body[name] for name in fields if name in body}
+    if "messages" in request:
+        request["add_generation_prompt"] = True
     if "documents" in body:  # The tokenize request has no such field.
-        asked["chat_template_kwargs"] = {**(asked.get("chat_template_kwargs") or {}), "documents": body["documents"]}
-    done = _with_field("tokens", server, client.ask("/tokenize", {"model": model, **asked}), "a vLLM server")
-    return body | {"prompt_token_ids": done["tokens"]}
+        request["chat_template_kwargs"] = {
+            **(request.get("chat_template_kwargs") or {}),
+            "documents": body["documents"],
+        }
+    response = _with_field("tokens", server, client.ask("/tokenize", {"model": model, **request}), "a vLLM server")
+    return body | {"prompt_token_ids": response["tokens"]}
 
 
 def _body(source: str) -> dict[str, Any]:
     from lmc.documents.sources import STANDARD_INPUT, read_standard_input, read_text
 
     if source != STANDARD_INPUT and not os.path.exists(source):  # accepts a name of any length
-        wanted = "give one with a request as JSON or a text, or - for standard input"
-        raise InputError(f"there is no file {source}: {wanted}")
+        raise InputError(f"file {source} does not exist: use a file with a request or a text, or - for standard input")
     text = read_standard_input() if source == STANDARD_INPUT else read_text(Path(source))
     if not text.strip():
-        raise InputError(f"{source} is empty: it must hold a request as JSON, or the text of a prompt")
+        raise InputError(f"{source} is empty: it must contain a request as JSON, or the text of a prompt")
     try:
         body = json.loads(text)
     except ValueError as error:
         if text.lstrip()[0] in "{[":
-            raise InputError(f"{source} is no JSON: {error}") from None
+            raise InputError(f"{source} is not valid JSON: {error}") from None
         return {"prompt": text}
     if isinstance(body, list):
         return {"messages": body} if body and isinstance(body[0], dict) else {"prompt_token_ids": body}
     if not isinstance(body, dict):
-        raise InputError(f"{source} must hold a request with messages or a prompt, or a text")
+        raise InputError(f"{source} is neither a request nor a text: use a JSON object with messages or prompt")
     if not isinstance(body.get("kv_transfer_params") or {}, dict):
         raise InputError(f'{source}: kv_transfer_params must be an object, such as {{"lmc": {{…}}}}')
     return body

@@ -30,7 +30,7 @@ from lmc.commands.serve import serve, show_status
 from lmc.demo.command import demo
 from lmc.errors import ConfigError, InputError, LmcError
 from lmc.http.address import refusal
-from lmc.terminal import AsJson, console, print_json, time_text
+from lmc.terminal import AsJson, console, counted, print_json, time_text
 
 if TYPE_CHECKING:
     from lmc.commands.inspect import Holdings, TierLocation
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 FAILED = 2  # exit code after an `LmcError` or a wrong command line
 # click's UsageError. Since typer 0.29 it comes from typer's private copy of click, which has no types.
-WRONG_WORDS: Any = typer.BadParameter.__mro__[1]
+USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
 Directory = Annotated[
-    Path | None, typer.Argument(help="a disk tier; without it local_disk and remote_url of the settings")
+    Path | None, typer.Argument(help="directory of a disk tier; by default the settings local_disk and remote_url")
 ]
 
 
@@ -60,10 +60,10 @@ class Commands(TyperGroup):
         """Run the subcommand, and report its errors."""
         try:
             with _errors_in_one_line():
-                answer = super().invoke(ctx)
+                result = super().invoke(ctx)
                 if sys.stdout is not None:  # None if the parent process has closed it
                     sys.stdout.flush()
-                return answer
+                return result
         except LmcError as error:
             lines = str(error).splitlines()
             # A ConfigError has one line per wrong setting.
@@ -84,13 +84,13 @@ def _errors_in_one_line() -> Iterator[None]:
     """Report a wrong command line in one line, and exit with `FAILED`."""
     try:
         yield
-    except WRONG_WORDS as error:
+    except USAGE_ERROR as error:
         context = getattr(error, "ctx", None)
         if context is None or type(error).__name__ == "NoArgsIsHelpError":  # The latter shows the help.
             raise
-        said = " ".join(error.format_message().split())
-        end = "" if said.endswith((".", "?")) else "."
-        typer.echo(f"error: {said}{end} See {context.command_path} --help", err=True)
+        message = " ".join(error.format_message().split())
+        end = "" if message.endswith((".", "?")) else "."
+        typer.echo(f"error: {message}{end} See {context.command_path} --help", err=True)
         raise typer.Exit(FAILED) from None
 
 
@@ -98,8 +98,8 @@ def _errors_in_one_line() -> Iterator[None]:
 app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"lmc {__version__}")
         raise typer.Exit
 
@@ -107,7 +107,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def lmc(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show the version and end")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show the version and exit")
     ] = False,
 ) -> None:
     """Tiered KV cache offload and CacheBlend fusion."""
@@ -115,7 +115,7 @@ def lmc(
 
 @app.command()
 def config(as_json: AsJson = False) -> None:
-    """Show every setting, its effective value, and where that comes from; then the variables that are no settings."""
+    """Show every setting and environment variable, with its value and the value's source."""
     from lmc.config.settings import Settings
 
     settings = Settings.load()
@@ -124,46 +124,46 @@ def config(as_json: AsJson = False) -> None:
     else:
         console().print(settings_table(settings))
     if wrong := refusal(settings.admin or "", settings.admin_token or ""):
-        typer.echo(f"no engine starts with this: {wrong}", err=True)
+        typer.echo(f"an engine would not start with these settings: {wrong}", err=True)
 
 
 @app.command()
 def check(
     directory: Directory = None,
-    fix: Annotated[bool, typer.Option("--fix", help="remove what is wrong; nothing right is removed")] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="remove invalid records; valid records stay")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Verify every byte of a tier. Exit code 1 if something is wrong and was not mended."""
+    """Verify every byte of a tier. Exit code 1 if an invalid record remains."""
     from lmc.commands.inspect import places
 
-    unmended, found = False, []
+    unfixed, results = False, []
     for place in places(directory):
         with place.opened(change=fix) as tier:
             records = sum(1 for _ in tier.entries())
             findings = tier.check(fix)
-        found.append({"place": place.name, "records": records, "findings": [asdict(finding) for finding in findings]})
-        unmended |= any(not finding.fixed for finding in findings)
+        results.append({"place": place.name, "records": records, "findings": [asdict(finding) for finding in findings]})
+        unfixed |= any(not finding.fixed for finding in findings)
         if as_json:
             continue
         for finding in findings:
             console().print(Text(f"{finding.where}: {finding.problem}{' (removed)' if finding.fixed else ''}"))
-        mended = ", all removed" if fix and findings else ""
-        console().print(Text(f"{place.name}: {records} records, {len(findings)} wrong{mended}"))
+        removed = ", all removed" if fix and findings else ""
+        console().print(Text(f"{place.name}: {records} records, {counted(len(findings), 'problem')}{removed}"))
     if as_json:
-        print_json(found)
-    if unmended:
+        print_json(results)
+    if unfixed:
         raise typer.Exit(1)
 
 
 @app.command()
 def stat(
     directory: Directory = None,
-    server: Annotated[Path | None, typer.Option(help="the socket of a cache server, which is asked instead")] = None,
+    server: Annotated[Path | None, typer.Option(help="socket of a cache server, to show its status instead")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a tier holds, by namespace (model, its settings, tenant), or what a cache server has and does.
+    """Show the records of a tier by namespace (model, settings, tenant), or the status of a cache server.
 
-    Of a tier, only headers are read.
+    Only headers of records are read.
     """
     if server is not None:
         show_status(server, as_json=as_json)
@@ -174,20 +174,21 @@ def stat(
         print_json([holdings_summary(place.name, *survey(place)) for place in places(directory)])
         return
     for place in places(directory):
-        found, unreadable = survey(place)
-        console().print(Text(place.name), holdings_table(found))
+        holdings, unreadable = survey(place)
+        console().print(Text(place.name), holdings_table(holdings))
         if unreadable:
-            console().print(f"{unreadable} records have headers that cannot be read: see lmc check")
+            console().print(f"{unreadable} records have unreadable headers: run lmc check")
 
 
 @app.command()
 def clear(
     directory: Directory = None,
     namespace: Annotated[
-        str | None, typer.Option(help="first digits of the namespace whose records go; lmc stat lists them")
+        str | None,
+        typer.Option(help="remove the records of the namespace with these first digits; lmc stat lists them"),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="all records, of every namespace")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="remove the records of all namespaces")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="remove without confirmation")] = False,
 ) -> None:
     """Remove records from a tier: those of one namespace, or all, with their pins. Other files stay."""
     from lmc.commands.inspect import places
@@ -195,29 +196,29 @@ def clear(
     from lmc.storage.tiers.disk import DiskTier
 
     if everything == (namespace is not None):
-        raise InputError("say which records to remove: --namespace DIGITS, or --all")
+        raise InputError("set the records to remove: --namespace DIGITS, or --all")
     with ExitStack() as open_tiers:
         tiers = [(place, open_tiers.enter_context(place.opened(change=True))) for place in places(directory)]
         doomed = doomed_records(tiers, namespace)
         count = sum(map(len, doomed.values()))
-        where = " and ".join(place.name for place, _ in tiers)
+        names = " and ".join(place.name for place, _ in tiers)
         if not yes:
-            typer.confirm(f"Remove {count} records from {where}?", abort=True)
+            typer.confirm(f"Remove {count} records from {names}?", abort=True)
         removed = sum(tier.delete(key) for place, tier in tiers for key in doomed[place.name])
         for place, tier in tiers:
             if isinstance(tier, DiskTier):  # Otherwise pinned documents would be learned again.
                 forget_noted(tier.root, {key.hex() for key in doomed[place.name]}, namespace or "")
-    console().print(Text(f"{removed} records removed from {where}"))
+    console().print(Text(f"removed {removed} records from {names}"))
 
 
 @app.command()
 def top(
-    url: Annotated[str, typer.Argument(help="where a vLLM server or serve_metrics shows its metrics")] = tops.URL,
-    interval: Annotated[float, typer.Option(min=0.1, max=86400, help="seconds between two looks")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="print the totals and end")] = False,
+    url: Annotated[str, typer.Argument(help="metrics URL of a vLLM server, cache server or router")] = tops.URL,
+    interval: Annotated[float, typer.Option(min=0.1, max=86400, help="seconds between two updates")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="print the totals and exit")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a running store does: hits, bytes, seconds per GiB, failures, as rates per second.
+    """Show the activity of a running store: hits, bytes, seconds per GiB, failures, as rates per second.
 
     The address may be HOST:PORT. With --json, the totals since the start are printed once.
     """
@@ -235,7 +236,7 @@ def top(
 def template(
     model: Annotated[str, typer.Argument(help="directory or hub id of a model with a chat template")],
     file: Annotated[
-        Path | None, typer.Option("--template", help="a chat template to begin with, instead of the model's")
+        Path | None, typer.Option("--template", help="file with a chat template to extend, instead of the model's")
     ] = None,
 ) -> None:
     """Print a chat template that puts the `documents` of a request between separators: vllm serve --chat-template."""
@@ -251,7 +252,7 @@ def template(
 
             text = chat_template(model)
         except (OSError, ImportError) as error:
-            raise InputError(f"no chat template: {error}") from None
+            raise InputError(f"cannot read a chat template of {model}: {error}") from None
     typer.echo(with_documents(text, Settings.load().blend_special_str), nl=False)
 
 
@@ -279,51 +280,54 @@ def doomed_records(
     if namespace is None:
         return {place.name: [entry.key for entry in tier.entries()] for place, tier in tiers}
     # `survey` opens tiers read-only. A tier that is open for changes would record a use of each record that it reads.
-    found = {place.name: survey(place)[0] for place, _ in tiers}
-    digest = find_namespace(namespace, chain.from_iterable(found.values()))
-    return {name: [entry.key for entry, _ in there.get(digest, ())] for name, there in found.items()}
+    holdings = {place.name: survey(place)[0] for place, _ in tiers}
+    digest = find_namespace(namespace, chain.from_iterable(holdings.values()))
+    return {name: [entry.key for entry, _ in records.get(digest, ())] for name, records in holdings.items()}
 
 
-def holdings_table(found: "Holdings") -> Table:
+def holdings_table(holdings: "Holdings") -> Table:
     """Return a table with one row per namespace, the largest first, and their total."""
-    from lmc.commands.inspect import SHORT
+    from lmc.commands.inspect import NAMESPACE_DIGITS
     from lmc.shapes import GIB
 
     columns = "namespace", "records", "tokens", "GiB", "layers", "bytes a token", "codec"
     table = Table(*columns, "least recently used", "most recently used")
-    rows = sorted(found.items(), key=lambda item: -sum(entry.bytes for entry, _ in item[1]))
-    everything = list(chain.from_iterable(found.values()))
-    for name, held in [*((digest.hex()[:SHORT], held) for digest, held in rows), ("total", everything)]:
+    rows = sorted(holdings.items(), key=lambda item: -sum(entry.bytes for entry, _ in item[1]))
+    everything = list(chain.from_iterable(holdings.values()))
+    for name, records in [
+        *((digest.hex()[:NAMESPACE_DIGITS], records) for digest, records in rows),
+        ("total", everything),
+    ]:
         if name == "total":
             table.add_section()
-        size, tokens = sum(entry.bytes for entry, _ in held), sum(meta.tokens for _, meta in held)
-        used = [time_text(entry.used) for entry, _ in held] or ["-"]
+        size, tokens = sum(entry.bytes for entry, _ in records), sum(meta.tokens for _, meta in records)
+        used = [time_text(entry.used) for entry, _ in records] or ["-"]
         table.add_row(
             name,
-            str(len(held)),
+            str(len(records)),
             str(tokens),
             f"{size / GIB:.3f}",
-            ", ".join(map(str, sorted({meta.parts for _, meta in held}))) or "-",
+            ", ".join(map(str, sorted({meta.parts for _, meta in records}))) or "-",
             f"{size / tokens:.0f}" if tokens else "-",
-            ", ".join(sorted({meta.codec for _, meta in held})) or "-",
+            ", ".join(sorted({meta.codec for _, meta in records})) or "-",
             min(used),
             max(used),
         )
     return table
 
 
-def holdings_summary(place: str, found: "Holdings", unreadable: int) -> dict[str, Any]:
+def holdings_summary(place: str, holdings: "Holdings", unreadable: int) -> dict[str, Any]:
     """Return the contents of `holdings_table` as plain data, with whole digests and times in seconds since 1970."""
     namespaces = {
         digest.hex(): {
-            "records": len(held),
-            "tokens": sum(meta.tokens for _, meta in held),
-            "bytes": sum(entry.bytes for entry, _ in held),
-            "layers": sorted({meta.parts for _, meta in held}),
-            "codecs": sorted({meta.codec for _, meta in held}),
-            "used": [min(entry.used for entry, _ in held), max(entry.used for entry, _ in held)],
+            "records": len(records),
+            "tokens": sum(meta.tokens for _, meta in records),
+            "bytes": sum(entry.bytes for entry, _ in records),
+            "layers": sorted({meta.parts for _, meta in records}),
+            "codecs": sorted({meta.codec for _, meta in records}),
+            "used": [min(entry.used for entry, _ in records), max(entry.used for entry, _ in records)],
         }
-        for digest, held in found.items()
+        for digest, records in holdings.items()
     }
     return {"place": place, "namespaces": namespaces, "unreadable": unreadable}
 

@@ -17,8 +17,8 @@ from lmc.storage.tiers.disk import UNBOUNDED, DiskTier
 from lmc.storage.tiers.record import RecordMeta
 from lmc.storage.tiers.tier import Entry, ListedTier
 
-AT_ONCE = 500  # headers per request to a tier
-SHORT = 12  # displayed hex digits of a namespace's digest
+MAX_ANNOUNCED_KEYS = 500  # headers per request to a tier
+NAMESPACE_DIGITS = 12  # displayed hex digits of a namespace's digest
 
 Holdings = dict[bytes, list[tuple[Entry, RecordMeta]]]  # digest of a namespace -> its records in a tier
 
@@ -37,7 +37,7 @@ class TierLocation:
             with ExitStack() as stack:
                 tier = stack.enter_context(closing(self.open(False)))
                 if not tier.usable:
-                    raise TierUnusable(f"{self.name} does not answer")
+                    raise TierUnusable(f"{self.name} does not respond")
                 # Open it read-only first: opening for changes would create a missing tier.
                 yield stack.enter_context(closing(self.open(True))) if change else tier
         except OSError as error:
@@ -49,28 +49,28 @@ def places(directory: Path | None) -> list[TierLocation]:
     if directory is not None:
         return [_disk(directory)]
     settings = Settings.load()
-    found = [_disk(settings.local_disk)] if settings.local_disk is not None else []
+    locations = [_disk(settings.local_disk)] if settings.local_disk is not None else []
     if settings.remote_url is not None:
         from lmc.storage.tiers.opening import open_redis
 
-        found.append(TierLocation(str(parse_redis_url(settings.remote_url)), lambda _: open_redis(settings)))
-    if not found:
+        locations.append(TierLocation(str(parse_redis_url(settings.remote_url)), lambda _: open_redis(settings)))
+    if not locations:
         raise ConfigError(
-            "no tier to look at: give its directory, or set local_disk or remote_url (LMC_LOCAL_DISK, LMC_REMOTE_URL, "
-            "or the YAML file that LMC_CONFIG_FILE names)"
+            "no tier: pass the directory of a disk tier, or set local_disk or remote_url (LMC_LOCAL_DISK, "
+            "LMC_REMOTE_URL, or the YAML file in LMC_CONFIG_FILE)"
         )
-    return found
+    return locations
 
 
 def survey(place: TierLocation) -> tuple[Holdings, int]:
     """Return the records of a tier by namespace, and the number of records with unreadable headers."""
-    found: Holdings = {}
+    holdings: Holdings = {}
     unreadable = 0
     with place.opened() as tier:
         entries = list(tier.entries())
         for number, entry in enumerate(entries):
-            if number % AT_ONCE == 0:
-                tier.announce([one.key for one in entries[number : number + AT_ONCE]])
+            if number % MAX_ANNOUNCED_KEYS == 0:
+                tier.announce([entry.key for entry in entries[number : number + MAX_ANNOUNCED_KEYS]])
             try:
                 reader = tier.open(entry.key)
             except CorruptRecord:
@@ -78,22 +78,23 @@ def survey(place: TierLocation) -> tuple[Holdings, int]:
                 continue
             if reader is not None:  # None: it was removed after it was listed.
                 with closing(reader):
-                    found.setdefault(reader.meta.namespace, []).append((entry, reader.meta))
-    return found, unreadable
+                    holdings.setdefault(reader.meta.namespace, []).append((entry, reader.meta))
+    return holdings, unreadable
 
 
 def find_namespace(prefix: str, namespaces: Iterable[bytes]) -> bytes:
     """Return the namespace whose digest starts with `prefix`. Raises `InputError` unless there is exactly one."""
-    known = sorted({namespace.hex() for namespace in namespaces})
+    names = sorted({namespace.hex() for namespace in namespaces})
     if not re.fullmatch(r"[0-9a-f]{1,64}", prefix.lower()):
-        raise InputError(f"namespace {prefix!r} must be the first hex digits of a digest, as lmc stat shows them")
-    found = [name for name in known if name.startswith(prefix.lower())]
-    if len(found) > 1:
-        raise InputError(f"{len(found)} namespaces start with {prefix}: {', '.join(found)}; give more digits")
-    if not found:
-        there = f"there are {', '.join(name[:SHORT] for name in known)}" if known else "there are no records"
-        raise InputError(f"no namespace starts with {prefix}: {there}")
-    return bytes.fromhex(found[0])
+        raise InputError(f"invalid namespace {prefix!r}: use first hex digits from lmc stat")
+    matches = [name for name in names if name.startswith(prefix.lower())]
+    if len(matches) > 1:
+        raise InputError(f"{len(matches)} namespaces start with {prefix}: {', '.join(matches)}; use more digits")
+    if not matches:
+        shown = ", ".join(name[:NAMESPACE_DIGITS] for name in names)
+        hint = f"use one of {shown}" if names else "the tier has no records"
+        raise InputError(f"no namespace starts with {prefix}: {hint}")
+    return bytes.fromhex(matches[0])
 
 
 def _disk(directory: Path) -> TierLocation:

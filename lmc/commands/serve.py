@@ -16,7 +16,7 @@ from rich.text import Text
 
 from lmc.errors import ConfigError, InputError, TierUnusable, need_msgspec
 from lmc.http.address import TOKEN, UNIX, host_and_port
-from lmc.shapes import GIB
+from lmc.shapes import GIB, KIB
 from lmc.storage.places import fastest_first, place_of
 from lmc.terminal import console, counted, print_json
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-KIB = 1 << 10
 TAKEOVER_SECONDS = 600.0  # timeout for the end of the previous server
 SWITCH_SECONDS = 5e-5  # thread switch interval of the interpreter; Python's default is 100 times longer
 
@@ -34,47 +33,51 @@ SWITCH_SECONDS = 5e-5  # thread switch interval of the interpreter; Python's def
 EventAddresses = Annotated[
     str | None,
     typer.Option(
-        help="where events of documents are published: tcp://*:5558, and behind a comma where they are sent again; by "
-        "default the setting document_events",
+        help="address where document events are published, such as tcp://*:5558, and after a comma the address for "
+        "missed events; by default the setting document_events",
     ),
 ]
 PageLocked = Annotated[
     bool,
-    typer.Option("--page-locked", help="vLLM's workers on GPUs page-lock the memory, which is for one geometry then"),
+    typer.Option(
+        "--page-locked", help="let GPU workers page-lock the memory; all engines must have the same chunk geometry"
+    ),
 ]
 
 
 def serve(
     socket: Annotated[
-        Path | None, typer.Option(help="where engines attach, as LMC_SERVER=unix://PATH says; by default that setting")
+        Path | None, typer.Option(help="socket for engines (LMC_SERVER=unix://PATH); by default the setting server")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="a YAML file of settings, instead of LMC_CONFIG_FILE")] = None,
-    group: Annotated[str | None, typer.Option(help="a group whose processes may attach, too")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with settings; replaces LMC_CONFIG_FILE")] = None,
+    group: Annotated[str | None, typer.Option(help="group whose processes may also attach")] = None,
     memory: Annotated[
         Path | None,
-        typer.Option(help="a directory on tmpfs, such as /dev/shm/lmc, for memory that outlives the server"),
+        typer.Option(help="directory on tmpfs, such as /dev/shm/lmc, for memory that outlives the server"),
     ] = None,
     page_locked: PageLocked = False,
-    takeover: Annotated[bool, typer.Option("--takeover", help="end the server that runs there, and go on")] = False,
+    takeover: Annotated[
+        bool, typer.Option("--takeover", help="end the server at the same socket, and take over its memory")
+    ] = False,
     http: Annotated[
         str | None,
         typer.Option(
-            help="where it is administered: 127.0.0.1:9180, or unix:///run/lmc/admin.sock; by default the setting admin"
+            help="administration address: 127.0.0.1:9180 or unix:///run/lmc/admin.sock; by default the setting admin"
         ),
     ] = None,
     document_events: EventAddresses = None,
     tenants: Annotated[
         Path | None,
-        typer.Option(help="a YAML file of cache salts and the token of each, with which a tenant sees what is its own"),
+        typer.Option(help="YAML file with `cache_salt: token` lines; with its token, a tenant sees its own documents"),
     ] = None,
-    certificate: Annotated[Path | None, typer.Option(help="a PEM file with the certificate chain, for HTTPS")] = None,
-    key: Annotated[Path | None, typer.Option(help="a PEM file with the key of the certificate")] = None,
+    certificate: Annotated[Path | None, typer.Option(help="PEM file with the certificate chain, for HTTPS")] = None,
+    key: Annotated[Path | None, typer.Option(help="PEM file with the key of the certificate")] = None,
 ) -> None:
     """Run a cache server: memory, disk and Redis for all engines of this host, which attach with LMC_SERVER.
 
-    Memory and tiers are those of the settings (max_local_cpu_size, local_disk, remote_url, ...). The server ends with
-    SIGTERM or Ctrl-C, after it has written down what is in memory only. Engines go on without it. With --http it shows
-    what it has and does to browsers, Prometheus and `lmc documents`; LMC_ADMIN_TOKEN is the token that it wants.
+    Memory and tiers are those of the settings (max_local_cpu_size, local_disk, remote_url, ...). SIGTERM or
+    Ctrl-C shuts the server down, after it has written chunks that are only in memory to the tiers. Engines continue
+    without it. With --http, browsers, Prometheus and `lmc documents` can show its state; LMC_ADMIN_TOKEN protects it.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # Without a handler, process 1 in a container ignores it.
     need_msgspec()
@@ -88,28 +91,26 @@ def serve(
     settings = Settings.load()
     http, document_events = http or settings.admin or "", document_events or settings.document_events or ""
     token = settings.admin_token or ""
-    visitors = _checked(http, token, tenants, certificate, key)
+    tenant_salts = _checked(http, token, tenants, certificate, key)
     path, group_number = _path_of(socket, settings.server), _number_of(group)
     set_up_log()
     sys.setswitchinterval(SWITCH_SECONDS)
     _prepare(settings, http, document_events)
     if takeover:
         _take_over(path)
-    kept = memory.absolute() if memory else None
-    server = CacheServer(settings, path, group=group_number, memory=kept, page_locked=page_locked)
+    memory_path = memory.absolute() if memory else None
+    server = CacheServer(settings, path, group=group_number, memory=memory_path, page_locked=page_locked)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
-    log.info(
-        "the cache server listens at %s: %g GB of memory, %s", path, settings.max_local_cpu_size, described(settings)
-    )
+    log.info("cache server listens at %s: %g GB of memory, %s", path, settings.max_local_cpu_size, described(settings))
     with ExitStack() as opened:
         opened.callback(_close, server)
         if document_events:
             opened.callback(_published(server, document_events))
         if http:
-            opened.callback(_administered(server, http, token, visitors, certificate, key))
+            opened.callback(_administered(server, http, token, tenant_salts, certificate, key))
         _answer(server)
-    log.info("the cache server has ended, and everything is written")
+    log.info("cache server stopped, and all chunks are written")
 
 
 def _answer(server: "CacheServer") -> None:
@@ -123,7 +124,7 @@ def _path_of(socket: Path | None, setting: Path | None) -> Path:
     """Return the socket to which engines attach. Raises `InputError` if neither option nor setting has one."""
     path = socket_at(socket) if socket is not None else setting
     if path is None:
-        raise InputError("say where engines attach: --socket /run/lmc.sock, or LMC_SERVER=unix:///run/lmc.sock")
+        raise InputError("no socket for engines: set --socket /run/lmc.sock, or LMC_SERVER=unix:///run/lmc.sock")
     return path
 
 
@@ -135,7 +136,7 @@ def _take_over(path: Path) -> None:
         if path.exists():
             retire(path, TAKEOVER_SECONDS)
     except TierUnusable as error:
-        log.warning("no server is taken over: %s", error)
+        log.warning("found no server to take over: %s", error)
 
 
 def socket_at(path: Path) -> Path:
@@ -143,10 +144,10 @@ def socket_at(path: Path) -> Path:
 
     Raises `InputError` for an HTTP address.
     """
-    said = str(path)  # `Path` has turned unix:///path into unix:/path.
-    if said.startswith(("http:/", "https:/")):
-        raise InputError(f"{said} is no socket: give that of LMC_SERVER; `lmc top URL` shows what is told by HTTP")
-    return Path(said.removeprefix("unix:")) if said.startswith("unix:/") else path.absolute()
+    text = str(path)  # `Path` has turned unix:///path into unix:/path.
+    if text.startswith(("http:/", "https:/")):
+        raise InputError(f"{text} is not a socket: use that of LMC_SERVER, or `lmc top URL` for a URL")
+    return Path(text.removeprefix("unix:")) if text.startswith("unix:/") else path.absolute()
 
 
 def show_status(path: Path, *, as_json: bool) -> None:
@@ -156,15 +157,15 @@ def show_status(path: Path, *, as_json: bool) -> None:
 
     from lmc.server.client.connection import status
 
-    found = status(socket_at(path))
+    server_status = status(socket_at(path))
     if as_json:
-        print_json(msgspec.to_builtins(found, str_keys=True))
+        print_json(msgspec.to_builtins(server_status, str_keys=True))
         return
-    names = fastest_first({place for arena in found.arenas for place in arena.stats.present})
+    names = fastest_first({place for arena in server_status.arenas for place in arena.stats.present})
     table = Table("chunks of", "memory GiB", *(f"in {place_of(name).title}" for name in names), "tokens", "hits")
     for name in ("misses", "held", "no room"):
         table.add_column(name)
-    for arena in found.arenas:
+    for arena in server_status.arenas:
         present, stats = arena.stats.present, arena.stats
         table.add_row(
             f"{arena.parts} x {arena.part_bytes / KIB:g} KiB",
@@ -174,13 +175,13 @@ def show_status(path: Path, *, as_json: bool) -> None:
             str(sum(stats.hits.values())),
             *map(str, (stats.misses, arena.held, stats.no_room)),
         )
-    used = sum(arena.memory for arena in found.arenas)
-    said = f"lmc {found.version}: {used / GIB:.3f} of {found.memory / GIB:.3f} GiB in use"
-    console().print(table, Text(f"{said}, {counted(found.clients, 'connection')}"))
+    used = sum(arena.memory for arena in server_status.arenas)
+    usage = f"lmc {server_status.version}: {used / GIB:.3f} of {server_status.memory / GIB:.3f} GiB in use"
+    console().print(table, Text(f"{usage}, {counted(server_status.clients, 'connection')}"))
 
 
 def _close(server: "CacheServer") -> None:
-    log.info("the cache server ends, and writes down what is in memory only")
+    log.info("cache server is writing chunks to the tiers before it stops")
     server.close()
 
 
@@ -193,16 +194,16 @@ def _checked(
     if not address and (tenants or certificate or key):
         raise ConfigError("--tenants, --certificate and --key need --http")
     if (certificate is None) != (key is None):
-        raise ConfigError("--certificate and --key belong together")
+        raise ConfigError("set both --certificate and --key, or neither")
     if tenants is not None and not token:
-        raise ConfigError(f"with --tenants the server needs a token of its own: set {TOKEN}")
+        raise ConfigError(f"--tenants needs a token for the server itself: set {TOKEN}")
     if address and not address.startswith(UNIX):
         host_and_port(address, token, "--http")
     if certificate and key:  # Check before a takeover: an error must not stop the old server.
         Certificate(certificate, key).check()
     salts = _tenants_in(tenants) if tenants else {}
     if token in salts:
-        raise ConfigError(f"--tenants {tenants}: a tenant has the token of the server")
+        raise ConfigError(f"--tenants {tenants}: a tenant has the server's token; use different tokens")
     return salts
 
 
@@ -220,10 +221,8 @@ def _administered(
     from lmc.server.http_api import application
     from lmc.server.overview import Overview
 
-    files = Certificate(certificate, key) if certificate and key else None
-    return serve_http(
-        application(Overview(server), token, tenants), address, token, setting="--http", certificate=files
-    )
+    tls = Certificate(certificate, key) if certificate and key else None
+    return serve_http(application(Overview(server), token, tenants), address, token, setting="--http", certificate=tls)
 
 
 def _published(server: "CacheServer", address: str) -> Callable[[], None]:
@@ -263,13 +262,15 @@ def _tenants_in(file: Path) -> dict[str, str]:
     import yaml
 
     try:
-        found = yaml.safe_load(file.read_text())
+        tokens = yaml.safe_load(file.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"--tenants {file} cannot be read: {getattr(error, 'strerror', 'it is no YAML')}") from None
-    texts = isinstance(found, dict) and all(isinstance(one, str) and one for pair in found.items() for one in pair)
-    if not texts or len(set(found.values())) < len(found):
+        raise ConfigError(
+            f"--tenants {file} cannot be read: {getattr(error, 'strerror', 'it is not valid YAML')}"
+        ) from None
+    valid = isinstance(tokens, dict) and all(isinstance(text, str) and text for pair in tokens.items() for text in pair)
+    if not valid or len(set(tokens.values())) < len(tokens):
         raise ConfigError(f"--tenants {file} must have a line `cache_salt: token` for each tenant, and no token twice")
-    return {token: salt for salt, token in found.items()}
+    return {token: salt for salt, token in tokens.items()}
 
 
 def _number_of(group: str | None) -> int | None:

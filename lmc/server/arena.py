@@ -255,18 +255,11 @@ class ArenaBacking(Backing):
         )
         self._thread.start()
 
-<<<<<<< HEAD
     def claim(self, *, ahead: bool = False) -> bool:
-        """See `Backing.claim`. After the system had no memory, claims fail for `PAUSE_SECONDS`."""
+        """See `Backing.claim`. After the system had no memory, claims fail for `NO_MEMORY_SECONDS`."""
         if not ahead:
             self._used.set()
         return time.monotonic() >= self._pause and self._budget.take(self._sizes, ahead=ahead)
-=======
-    def claim(self) -> bool:
-        """See `MemoryClaims.claim`. After the system had no memory, claims fail for `NO_MEMORY_SECONDS`."""
-        self._wanted.set()
-        return self._claimed(ahead=False)
->>>>>>> 69adad3 (server: messages with value and remedy, requests are handled and not asked)
 
     def unclaim(self) -> None:
         """See `Backing.unclaim`."""
@@ -282,8 +275,8 @@ class ArenaBacking(Backing):
             raise
         lacking = {slot for slot, has_memory in zip(slots, allocated, strict=True) if not has_memory}
         if lacking:
-            self._pause = time.monotonic() + PAUSE_SECONDS
-            complain("memory", "the system has no memory for chunks within max_local_cpu_size: lower it")
+            self._pause = time.monotonic() + NO_MEMORY_SECONDS
+            complain("memory", "the system ran out of memory below max_local_cpu_size: lower it")
         return lacking
 
     def filled(self, slot: Slot, meta: RecordMeta) -> None:
@@ -310,43 +303,13 @@ class ArenaBacking(Backing):
         if self._journal is not None:
             self._journal.remove()
 
-<<<<<<< HEAD
     def _allocate_ahead(self, allocate_ahead: Callable[[int], bool]) -> None:
-=======
-    def _take(self, slot: Slot) -> bool:
-        """Allocate memory for an unused slot; return whether the budget and the system had memory for it."""
-        if not self._claimed(ahead=True):
-            return False
-        allocated = self._slab.take(slot)
-        if not allocated:
-            self.unclaim()
-            self._no_memory()
-        return allocated
-
-    def _claimed(self, *, ahead: bool) -> bool:
-        return time.monotonic() >= self._pause and self._budget.take(self._sizes, ahead=ahead)
-
-    def _no_memory(self) -> None:
-        self._pause = time.monotonic() + NO_MEMORY_SECONDS
-        complain("memory", "the system ran out of memory below max_local_cpu_size: lower it")
-
-    def _take_ahead(self, supply: SlotSupply) -> None:
->>>>>>> 69adad3 (server: messages with value and remedy, requests are handled and not asked)
         while not self._stopped:
             self._used.wait()
             time.sleep(AHEAD_SECONDS)
-<<<<<<< HEAD
             self._used.clear()
             while not self._stopped and allocate_ahead(self._goal):
                 pass
-=======
-            self._wanted.clear()
-            while not self._stopped and (slot := supply.prepare(self._ahead)) is not None:
-                allocated = self._take(slot)
-                supply.prepared(slot, ready=allocated)
-                if not allocated:
-                    break
->>>>>>> 69adad3 (server: messages with value and remedy, requests are handled and not asked)
 
 
 class _ArenaChanges(ChangeLog):

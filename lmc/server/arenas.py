@@ -212,16 +212,11 @@ class Arenas:
         )
         arena.start()
         if journal is not None:
-<<<<<<< HEAD
-            log.info("%d chunks are in memory from before", arena.store.changes.counts().get("host", Amount()).chunks)
-            threading.Thread(target=self._end_quarantine, args=(arena.store,), name="lmc-older", daemon=True).start()
-=======
             log.info(
                 "found %d chunks of an earlier server in memory",
                 arena.store.changes.counts().get("host", Amount()).chunks,
             )
-            threading.Thread(target=self._make_safe, args=(arena.store,), name="lmc-older", daemon=True).start()
->>>>>>> 69adad3 (server: messages with value and remedy, requests are handled and not asked)
+            threading.Thread(target=self._end_quarantine, args=(arena.store,), name="lmc-older", daemon=True).start()
         return arena
 
     def _room_for_pins(self) -> int:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lmc.commands.calibrate.verdict import Verdict
     from lmc.config.settings import Settings
 
-NO = 1  # the exit code if blending is not worth it
+NOT_WORTH_IT = 1  # the exit code if blending is not worth it
 
 
 def calibrate(
@@ -28,12 +28,14 @@ def calibrate(
         Path | None, typer.Option(help="JSON file of questions and answers; default: made from the documents")
     ] = None,
     agreement: Annotated[
-        float, typer.Option(help="share of full prefill's tokens, and of its first tokens, that blends must give")
+        float, typer.Option(help="share of tokens, and of first tokens, for which blends must agree with full prefill")
     ] = 0.9,
-    prompts: Annotated[int | None, typer.Option(min=2, help="how many; default: as many as 4 minutes allow")] = None,
-    report: Annotated[Path | None, typer.Option(help="JSON file to write with the verdict and its numbers")] = None,
+    prompts: Annotated[
+        int | None, typer.Option(min=2, help="number of prompts; default: as many as 4 minutes allow")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="JSON file for the verdict and its numbers")] = None,
 ) -> None:
-    """Measure whether blending is worth it for a model and documents. Exit code 0: it is; 1: it is not."""
+    """Measure whether blending is worth it for a model and documents. Exit code: 0 if it is, 1 if not."""
     try:
         import lmc.connectors.transformers
         import lmc.demo.questions  # noqa: F401
@@ -43,18 +45,18 @@ def calibrate(
     from lmc.small_files import replace_text
 
     if not 0 < agreement <= 1:
-        raise InputError(f"--agreement {agreement:g} must be above 0 and at most 1")
+        raise InputError(f"invalid --agreement {agreement:g}: use a number above 0 and at most 1")
     settings = calibration_settings()
-    found = _measure(model, documents, questions, settings, prompts)
-    verdict = judge(found, agreement)
-    _show(model, found, verdict, settings)
+    measured = _measure(model, documents, questions, settings, prompts)
+    verdict = judge(measured, agreement)
+    _show(model, measured, verdict, settings)
     if report is not None:
         try:
-            replace_text(report, json.dumps(report_of(model, found, verdict, agreement, settings), indent=1) + "\n")
+            replace_text(report, json.dumps(report_of(model, measured, verdict, agreement, settings), indent=1) + "\n")
         except OSError as error:
-            raise InputError(f"the report cannot be written to {report}: {error.strerror}") from error
+            raise InputError(f"cannot write the report to {report}: {error.strerror}") from error
     if verdict.ratio is None:
-        raise typer.Exit(NO)
+        raise typer.Exit(NOT_WORTH_IT)
 
 
 def calibration_settings() -> "Settings":
@@ -77,26 +79,27 @@ def _measure(
     cached, tokenizer = CachedModel.load(model, settings)
     with cached, Progress(console=Console(stderr=True), transient=True) as bar:
         collection = collect(documents, questions, tokenizer, cached.layers.positions)
-        made = CalibrationPrompts(collection, tokenizer, settings.blend_special_str)
-        task = bar.add_task("prompts in all ways", total=None)
-        return Measurement(cached, made).run(prompts, lambda done, total: bar.update(task, completed=done, total=total))
+        calibration_prompts = CalibrationPrompts(collection, tokenizer, settings.blend_special_str)
+        task = bar.add_task("prompts in all modes", total=None)
+        measurement = Measurement(cached, calibration_prompts)
+        return measurement.run(prompts, lambda done, total: bar.update(task, completed=done, total=total))
 
 
-def _show(model: str, found: "Measured", verdict: "Verdict", settings: "Settings") -> None:
+def _show(model: str, measured: "Measured", verdict: "Verdict", settings: "Settings") -> None:
     """Print a heading, the table, the verdict, and the lines for a YAML file."""
     from lmc.commands.calibrate.measure import BLIND
     from lmc.commands.calibrate.verdict import heading, table, yaml_lines
 
-    columns, rows = table(found)
+    columns, rows = table(measured)
     shown = Table(*columns)
     for row in rows:
         shown.add_row(*map(Text, row))
-    console().print(Text(heading(model, found, settings)), shown, sep="\n")
+    console().print(Text(heading(model, measured, settings)), shown, sep="\n")
     if verdict.ratio is None:
         console().print(Text(f"Blending is not worth it for this model: {verdict.reason}."))
         return
     console().print(Text(f"Blending is worth it at ratio {verdict.ratio:g}: {verdict.reason}."))
-    if found.ways[BLIND].agreement >= found.ways[verdict.ratio].agreement:
-        note = "Blind reuse agrees as well: these questions do not need documents to see each other."
+    if measured.ways[BLIND].agreement >= measured.ways[verdict.ratio].agreement:
+        note = "Blind reuse agrees equally well: these questions do not need attention between documents."
         console().print(Text(note))
     console().print(Text(f"\n{yaml_lines(settings, verdict.ratio)}"))

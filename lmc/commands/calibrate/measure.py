@@ -9,14 +9,14 @@ from statistics import fmean, median
 import torch
 
 from lmc.blend.strategies import BLIND_REUSE, RecomputePolicy
-from lmc.commands.calibrate.prompts import ANSWER, CalibrationPrompt, CalibrationPrompts
+from lmc.commands.calibrate.prompts import ANSWER_TOKENS, CalibrationPrompt, CalibrationPrompts
 from lmc.connectors.transformers import CachedModel
 from lmc.connectors.transformers.continuation import divergence, greedy_answer, log_probabilities
 from lmc.errors import InputError
 
 BLIND, RATIOS = 0.0, (0.05, 0.1, 0.15, 0.3, 0.5)  # ratio 0 is blind reuse, as a reference
-LEAST_PROMPTS, MOST_PROMPTS = 8, 64
-SECONDS = 210.0  # target time of the measurement; `LEAST_PROMPTS` may take longer
+MIN_PROMPTS, MAX_PROMPTS = 8, 64
+MEASUREMENT_SECONDS = 210.0  # target time of the measurement; `MIN_PROMPTS` may take longer
 TIMED_PROMPTS = 2  # number of prompts whose time determines how many prompts are measured
 
 
@@ -81,46 +81,46 @@ class Measurement:
 
     def run(self, count: int | None, progress: Callable[[int, int], None]) -> Measured:
         """Measure `count` prompts, or as many as there is time for. Calls `progress(done, of)` after each prompt."""
-        found, total = Measured(), count or MOST_PROMPTS
-        self._warm_up(self._prompts.prompt(MOST_PROMPTS))
+        measured, total = Measured(), count or MAX_PROMPTS
+        self._warm_up(self._prompts.prompt(MAX_PROMPTS))
         started = time.perf_counter()
-        while len(found.full) < total:
-            self._measure(self._prompts.prompt(len(found.full)), len(found.full), found)
-            if count is None and len(found.full) == TIMED_PROMPTS:
-                each = (time.perf_counter() - started) / TIMED_PROMPTS
-                total = min(max(int(SECONDS / each), LEAST_PROMPTS), MOST_PROMPTS)
-            progress(len(found.full), total)
-        return found
+        while len(measured.full) < total:
+            self._measure(self._prompts.prompt(len(measured.full)), len(measured.full), measured)
+            if count is None and len(measured.full) == TIMED_PROMPTS:
+                seconds_per_prompt = (time.perf_counter() - started) / TIMED_PROMPTS
+                total = min(max(int(MEASUREMENT_SECONDS / seconds_per_prompt), MIN_PROMPTS), MAX_PROMPTS)
+            progress(len(measured.full), total)
+        return measured
 
     def _warm_up(self, prompt: CalibrationPrompt) -> None:
         self._cached.learn_documents(prompt.tokens)
         self._cached.prefill(prompt.tokens, "full")
-        done = self._cached.prefill(prompt.tokens, "blend", policy=self._policies[RATIOS[0]])
-        if not done.report.reused:
-            why = done.report.note or "blend_min_tokens is more than they have"
-            raise InputError(f"no prompt over these documents is blended: {why}")
+        prefilled = self._cached.prefill(prompt.tokens, "blend", policy=self._policies[RATIOS[0]])
+        if not prefilled.report.reused:
+            reason = prefilled.report.note or "they have fewer tokens than blend_min_tokens"
+            raise InputError(f"prompts over these documents are not blended: {reason}")
 
-    def _measure(self, prompt: CalibrationPrompt, number: int, found: Measured) -> None:
+    def _measure(self, prompt: CalibrationPrompt, number: int, measured: Measured) -> None:
         cached, tokens = self._cached, prompt.tokens
         cached.learn_documents(tokens)
-        done = cached.prefill(tokens, "full")
-        found.full.append(done.report.seconds)
-        found.tokens.append(len(tokens))
-        answer = greedy_answer(cached, tokens, done, ANSWER)
-        full = log_probabilities(cached, tokens, done, answer)
-        with_documents = log_probabilities(cached, tokens, done, prompt.right)
+        prefilled = cached.prefill(tokens, "full")
+        measured.full.append(prefilled.report.seconds)
+        measured.tokens.append(len(tokens))
+        answer = greedy_answer(cached, tokens, prefilled, ANSWER_TOKENS)
+        full = log_probabilities(cached, tokens, prefilled, answer)
+        with_documents = log_probabilities(cached, tokens, prefilled, prompt.right)
         without = log_probabilities(cached, prompt.bare, cached.prefill(prompt.bare, "full"), prompt.right)
-        found.gains.append(float((picked(with_documents, prompt.right) - picked(without, prompt.right)).mean()))
+        measured.gains.append(float((picked(with_documents, prompt.right) - picked(without, prompt.right)).mean()))
         ratios = [*self._policies]
         for turn in range(len(ratios)):  # Each prompt begins with another ratio.
             ratio = ratios[(number + turn) % len(ratios)]
-            done = cached.prefill(tokens, "blend", policy=self._policies[ratio])
-            blended, numbers = log_probabilities(cached, tokens, done, answer), found.ways[ratio]
-            same = blended.argmax(-1) == full.argmax(-1)
-            numbers.same.append(float(same.float().mean()))
-            numbers.first.append(bool(same[0]))
+            prefilled = cached.prefill(tokens, "blend", policy=self._policies[ratio])
+            blended, numbers = log_probabilities(cached, tokens, prefilled, answer), measured.ways[ratio]
+            agrees = blended.argmax(-1) == full.argmax(-1)
+            numbers.same.append(float(agrees.float().mean()))
+            numbers.first.append(bool(agrees[0]))
             numbers.kl.append(divergence(full, blended))
-            numbers.seconds.append(done.report.seconds)
+            numbers.seconds.append(prefilled.report.seconds)
 
 
 def picked(scores: torch.Tensor, answer: list[int]) -> torch.Tensor:

@@ -15,11 +15,11 @@ from typing import Any
 from lmc.demo.questions import TOP, Collection, Prompts, Question, passages, read_collection, read_texts, word_ends
 from lmc.errors import InputError
 
-PASSAGE = 200  # approximate number of tokens of a passage
-BESIDE = 300  # maximum tokens in addition to the passages: system text, question, chat template, answer
-LEAST_PASSAGE = 16  # minimum number of tokens of a passage
-ANSWER = 16  # leading tokens of an answer that are compared
-WORDS = range(8, 41)  # number of words of a sentence that becomes a question
+PASSAGE_TOKENS = 200  # approximate number of tokens of a passage
+OTHER_TOKENS = 300  # maximum tokens in addition to the passages: system text, question, chat template, answer
+MIN_PASSAGE_TOKENS = 16  # minimum number of tokens of a passage
+ANSWER_TOKENS = 16  # leading tokens of an answer that are compared
+SENTENCE_WORDS = range(8, 41)  # number of words of a sentence that becomes a question
 SYSTEM = "Answer from the documents."
 ASK = "Complete this sentence from the documents, word for word: "
 SEED = 0
@@ -44,36 +44,37 @@ def check_inputs(documents: Path, questions: Path | None) -> None:
 
 def collect(folder: Path, questions: Path | None, tokenizer: Any, positions: int) -> Collection:
     """Return passages and questions. Raises `InputError`, which names the file and its fault, if there are none."""
-    size = min(PASSAGE, (positions - BESIDE) // TOP)
-    if size < LEAST_PASSAGE:
-        raise InputError(f"the model has {positions} positions, which are too few for {TOP} documents and a question")
-    given = read_collection(folder, questions) if questions is not None else None
-    if given is not None and given.last_named:
-        return given  # Its questions are about whole documents.
+    size = min(PASSAGE_TOKENS, (positions - OTHER_TOKENS) // TOP)
+    if size < MIN_PASSAGE_TOKENS:
+        raise InputError(f"the model has {positions} positions, too few for {TOP} documents and a question")
+    collection = read_collection(folder, questions) if questions is not None else None
+    if collection is not None and collection.last_named:
+        return collection  # Its questions are about whole documents.
     documents: dict[str, str] = {}
-    for name, text in (given.documents if given is not None else read_texts(folder)).items():
+    for name, text in (collection.documents if collection is not None else read_texts(folder)).items():
         share = size / len(tokenizer.encode(text, add_special_tokens=False))
         cut = passages(text, max(1, round(share * len(word_ends(text)))))
         documents |= {f"{name} {number}": passage for number, passage in enumerate(cut, 1)}
-    if given is not None:
-        return replace(given, documents=documents)
-    asked = questions_about(documents)
-    if not asked:
-        raise InputError(f"{folder} has no sentence of {WORDS[0]} to {WORDS[-1]} words to ask about: use --questions")
-    return Collection(system=SYSTEM, documents=documents, questions=asked)
+    if collection is not None:
+        return replace(collection, documents=documents)
+    questions_made = questions_about(documents)
+    if not questions_made:
+        words = f"{SENTENCE_WORDS[0]} to {SENTENCE_WORDS[-1]} words"
+        raise InputError(f"{folder} has no sentence of {words} to make questions of: use --questions")
+    return Collection(system=SYSTEM, documents=documents, questions=questions_made)
 
 
 def questions_about(documents: dict[str, str]) -> list[Question]:
     """Return a question for each sentence of a suitable length, in a random but reproducible order."""
-    asked = []
+    questions = []
     for name, text in documents.items():
         for sentence in re.split(r"(?<=[.!?])\s+|\n+", text):
             words = sentence.split()
-            if len(words) in WORDS and sum(word.isalpha() for word in words) > len(words) / 2:
-                known, rest = " ".join(words[: len(words) // 2]), " ".join(words[len(words) // 2 :])
-                asked.append(Question(question=ASK + known, answer=rest, lead=known, document=name))
-    random.Random(SEED).shuffle(asked)
-    return asked
+            if len(words) in SENTENCE_WORDS and sum(word.isalpha() for word in words) > len(words) / 2:
+                beginning, rest = " ".join(words[: len(words) // 2]), " ".join(words[len(words) // 2 :])
+                questions.append(Question(question=ASK + beginning, answer=rest, lead=beginning, document=name))
+    random.Random(SEED).shuffle(questions)
+    return questions
 
 
 class CalibrationPrompts:
@@ -90,5 +91,5 @@ class CalibrationPrompts:
         return CalibrationPrompt(
             tokens=example.prompt,
             bare=self._prompts.build(question, ()),
-            right=self._tokenizer.encode(" " + example.answer, add_special_tokens=False)[:ANSWER],
+            right=self._tokenizer.encode(" " + example.answer, add_special_tokens=False)[:ANSWER_TOKENS],
         )

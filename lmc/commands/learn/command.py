@@ -12,7 +12,7 @@ from rich.text import Text
 from lmc.commands.administration import URL
 from lmc.errors import InputError, needs_transformers
 from lmc.storage.places import place_of
-from lmc.terminal import AsJson, console, counted, print_json, seconds_of
+from lmc.terminal import AsJson, all_of, console, counted, print_json, seconds_of
 
 if TYPE_CHECKING:
     from lmc.commands.learn.learners import Learner
@@ -21,40 +21,54 @@ if TYPE_CHECKING:
     from lmc.documents.sources import Document
 
 NOT_ALL = 1  # exit code if a document was not learned
-SHOWN = 10  # maximum number of failed documents that are named
+MAX_SHOWN_FAILURES = 10  # maximum number of failed documents that are named
 
 
 def learn(
     source: Annotated[str, typer.Argument(help="directory of .txt and .md files, a JSONL file, or - for JSONL")],
-    url: Annotated[str | None, typer.Option(help="a vLLM server with lmc, as http://localhost:8000")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="without a server: directory or hub id; the settings name the tiers")
+    url: Annotated[
+        str | None, typer.Option(help="URL of a vLLM server with lmc, such as http://localhost:8000")
     ] = None,
-    local_disk: Annotated[Path | None, typer.Option(help="with --model: the directory to learn into")] = None,
-    id_field: Annotated[str, typer.Option("--id", help="field of a JSONL line that names the document")] = "id",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="directory or hub id of a model to run here, without a server; the settings define the tiers"
+        ),
+    ] = None,
+    local_disk: Annotated[
+        Path | None, typer.Option(help="directory of the disk tier to store into, with --model")
+    ] = None,
+    id_field: Annotated[str, typer.Option("--id", help="field of a JSONL line with the document's id")] = "id",
     text_field: Annotated[str, typer.Option("--text", help="field of a JSONL line with the text")] = "text",
     salt: Annotated[
-        str, typer.Option(help="the tenant (cache_salt) who may use the documents; default: all without")
+        str,
+        typer.Option(help="cache_salt of the tenant that may use the documents; default: requests without cache_salt"),
     ] = "",
     chat: Annotated[
-        bool, typer.Option("--chat", help="with --url: as messages, if the server's chat template changes texts")
+        bool,
+        typer.Option(
+            "--chat", help="send documents as messages, for a server whose chat template changes texts; with --url"
+        ),
     ] = False,
-    pin: Annotated[bool, typer.Option("--pin", help="do not let the documents be evicted")] = False,
+    pin: Annotated[bool, typer.Option("--pin", help="protect the documents from eviction")] = False,
     ttl: Annotated[str | None, typer.Option(help="remove the documents after this time, such as 12h or 7d")] = None,
     admin: Annotated[
-        str, typer.Option(envvar="LMC_ADMIN", help="the engine's LMC_ADMIN, for --pin and --ttl with a server")
+        str, typer.Option(envvar="LMC_ADMIN", help="LMC_ADMIN address of the server's engine, for --pin and --ttl")
     ] = URL,
-    jobs: Annotated[int, typer.Option(min=1, help="documents that a server is asked for at once")] = 8,
+    jobs: Annotated[int, typer.Option(min=1, help="number of documents that the server learns in parallel")] = 8,
     manifest: Annotated[
-        Path | None, typer.Option(help="file of what was learned; default: in the user's cache")
+        Path | None,
+        typer.Option(help="file that records the learned documents; default: in the user's cache directory"),
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="also what the manifest says was learned before")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be learned")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="also learn documents that the manifest records as learned")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only report what would be learned")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compute documents ahead, so that the first prompt with them is quick. Exit code 1: not all could be learned.
+    """Compute documents ahead, so that the first prompt with them is fast. Exit code 1: not all could be learned.
 
-    A run that was interrupted goes on where it ended. A server must use the same special string between documents
+    An interrupted run continues where it stopped. A server must use the same special string between documents
     (blend_special_str of the settings).
     """
     from lmc.commands.learn.learners import Retention
@@ -69,16 +83,16 @@ def learn(
     _check_target(url, model, settings, chat)
     with ExitStack() as closing:
         path = manifest or _manifest_path(url, model, settings, salt)
-        kept = closing.enter_context(Manifest(path, again=again and not dry_run))
-        run = LearnRun(documents, kept, retention, again)
+        manifest_file = closing.enter_context(Manifest(path, again=again and not dry_run))
+        run = LearnRun(documents, manifest_file, retention, again)
         try:
-            given = url, model, settings, salt, admin, chat, bool(retention), closing
-            learner = _learner(*given) if url or not dry_run else None  # A dry run loads no model.
+            arguments = url, model, settings, salt, admin, chat, bool(retention), closing
+            learner = _learner(*arguments) if url or not dry_run else None  # A dry run loads no model.
             notes = run.notes(learner, settings.document_share, settings.chunk_size, dry_run)
         except Unreachable as error:
             if not dry_run:
                 raise
-            notes = [f"whether the documents fit was not checked: {error}"]
+            notes = [f"could not check whether the documents fit: {error}"]
         for note in notes:
             console(error=as_json).print(Text(note))
         result = run.result if dry_run or learner is None else run.learn(learner, jobs if url else 1)
@@ -90,8 +104,10 @@ def learn(
 def _settings(local_disk: Path | None) -> "Settings":
     from lmc.config.settings import Settings
 
-    own = {"local_disk": local_disk, "server": None} if local_disk else {}  # The option replaces the settings' tiers.
-    return Settings.load({"enable_blending": True, **own})
+    overrides = (
+        {"local_disk": local_disk, "server": None} if local_disk else {}
+    )  # The option replaces the settings' tiers.
+    return Settings.load({"enable_blending": True, **overrides})
 
 
 def _manifest_path(url: str | None, model: str | None, settings: "Settings", salt: str) -> Path:
@@ -104,13 +120,12 @@ def _manifest_path(url: str | None, model: str | None, settings: "Settings", sal
 
 def _check_target(url: str | None, model: str | None, settings: "Settings", chat: bool) -> None:
     if bool(url) == bool(model):
-        who = "either --url of a vLLM server with lmc, or --model and --local-disk, and not both"
-        raise InputError(f"say who computes the documents: {who}")
+        raise InputError("set either --url of a vLLM server with lmc, or --model and --local-disk, and not both")
     if model and not (settings.server or settings.local_disk or settings.remote_url):
         places = "--local-disk DIRECTORY, local_disk of the settings, or a cache server (LMC_SERVER)"
-        raise InputError(f"--model needs a place to learn into: {places}")
+        raise InputError(f"--model needs a tier to store into: set {places}")
     if model and chat:
-        raise InputError("--chat is for a server, which applies its chat template: give --url")
+        raise InputError("--chat needs a server, which applies its chat template: set --url")
 
 
 def _learner(
@@ -134,9 +149,9 @@ def _learner(
         raise needs_transformers("--model", error) from error
     from lmc.commands.learn.learners import ModelLearner
 
-    own = ModelLearner(str(model), settings, salt)
-    closing.callback(own.close)
-    return own
+    learner = ModelLearner(str(model), settings, salt)
+    closing.callback(learner.close)
+    return learner
 
 
 def _report(
@@ -151,21 +166,25 @@ def _report(
         print_json(asdict(result) | {"notes": notes} | ({"would_learn": len(would)} if would is not None else {}))
         return
     if would is not None:
-        letters = sum(len(document.text) for document in would)
-        console().print(Text(f"{counted(len(would), 'document')} with {counted(letters, 'letter')} would be learned"))
+        characters = sum(len(document.text) for document in would)
+        console().print(
+            Text(f"{counted(len(would), 'document')} with {counted(characters, 'character')} would be learned")
+        )
         return
     per_second = f" ({result.learned / result.seconds:.1f} a second)" if result.seconds else ""
     console().print(Text(f"{counted(result.learned, 'document')} learned in {result.seconds:.1f} s{per_second}"))
-    if how := " and ".join(filter(None, ("pinned" if pin else "", f"removed after {ttl}" if ttl else ""))):
-        kept = result.documents - len(result.failed)
-        console().print(Text(f"{counted(kept, 'document')} {'is' if kept == 1 else 'are'} {how}"))
-    for name in list(result.failed)[:SHOWN]:
+    if retention := " and ".join(filter(None, ("pinned" if pin else "", f"set to expire after {ttl}" if ttl else ""))):
+        retained = result.documents - len(result.failed)
+        console().print(Text(f"{all_of(retained, 'document')} {retention}"))
+    for name in list(result.failed)[:MAX_SHOWN_FAILURES]:
         console().print(Text(f"{name} was not learned: {result.failed[name]}"))
-    if len(result.failed) > SHOWN:
-        console().print(Text(f"and {len(result.failed) - SHOWN} more (--json has all)"))
+    if len(result.failed) > MAX_SHOWN_FAILURES:
+        console().print(Text(f"and {len(result.failed) - MAX_SHOWN_FAILURES} more (--json has all)"))
     if result.held:
-        held = ", ".join(f"{place_of(name).title} {tokens:.0f}" for name, tokens in result.held.items())
-        console().print(Text(f"tokens stored there now: {held}"))
+        by_place = ", ".join(f"{place_of(name).title} {tokens:.0f}" for name, tokens in result.held.items())
+        console().print(Text(f"tokens stored now: {by_place}"))
     if result.dropped:
-        more = "raise max_local_disk_size or max_local_cpu_size, or learn fewer documents"
-        console().print(Text(f"{result.dropped:.0f} chunks were dropped meanwhile, because the tiers are full: {more}"))
+        hint = "raise max_local_disk_size or max_local_cpu_size, or learn fewer documents"
+        console().print(
+            Text(f"{result.dropped:.0f} chunks were evicted during the run, because the tiers are full: {hint}")
+        )

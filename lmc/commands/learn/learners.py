@@ -16,7 +16,7 @@ from lmc.keys import LONGEST_NAME
 from lmc.metrics import parted
 from lmc.storage.places import fastest_first
 
-TIMEOUT = 600.0  # seconds for a document, including the wait for other documents
+DOCUMENT_SECONDS = 600.0  # seconds for a document, including the wait for other documents
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +83,13 @@ class ServerLearner:
         for a server whose chat template changes their contents. Raises `Unreachable` if the server or a required
         endpoint does not answer.
         """
-        self._client, self._evictions = vllm_client(url, TIMEOUT), 0.0
+        self._client, self._evictions = vllm_client(url, DOCUMENT_SECONDS), 0.0
         self._separator, self._salt, self._chat = separator, salt, chat
         self.model = self._client.model()
         self._admin = admin_client(
             admin,
-            "--pin and --ttl ask the engine's administration endpoint, so start the server with "
-            "LMC_ADMIN=127.0.0.1:9180, and give its address with --admin",
+            "--pin and --ttl need the engine's administration endpoint: start the server with "
+            "LMC_ADMIN=127.0.0.1:9180, and set --admin to this address",
         )
         if retains:
             self._admin.ask("/health")
@@ -98,7 +98,7 @@ class ServerLearner:
     def learn(self, document: Document) -> Stored:
         """See `Learner`."""
         text = self._separator.join(("", without_separators(document.text, self._separator), ""))
-        asked = {
+        request = {
             "model": self.model,
             "max_tokens": 1,
             "kv_transfer_params": {"lmc": {"learn": True, "name": document.id[:LONGEST_NAME]}},
@@ -106,36 +106,36 @@ class ServerLearner:
             **({"cache_salt": self._salt} if self._salt else {}),
         }
         try:
-            answer = self._client.ask("/v1/chat/completions" if self._chat else "/v1/completions", asked)
+            response = self._client.ask("/v1/chat/completions" if self._chat else "/v1/completions", request)
         except Refused as error:
             return Stored(failed=str(error))
-        facts = (answer.get("kv_transfer_params") or {}).get("lmc")
+        facts = (response.get("kv_transfer_params") or {}).get("lmc")
         if not facts:
             raise Unreachable(
-                f"{self._client.url} answers without lmc: start it with LMCConnector and LMC_ENABLE_BLENDING=true"
+                f"{self._client.url} responded without lmc: start it with LMCConnector and LMC_ENABLE_BLENDING=true"
             )
         if not facts.get("learned"):
-            return Stored(failed=str(facts.get("note") or "the server does not say why"))
+            return Stored(failed=str(facts.get("note") or "the server gave no reason"))
         return Stored(ids=tuple(facts.get("documents", ())))
 
     def stored(self) -> set[str] | None:
         """See `Learner`."""
         with suppress(InputError):
             listed = self._admin.ask(f"/v1/documents?limit={1 << 30}")["documents"]
-            return {one["id"] for one in listed if one["places"]}
+            return {document["id"] for document in listed if document["places"]}
         return None
 
     def retain(self, document: Document, ids: Sequence[str], retention: Retention) -> None:
         """See `Learner`."""
-        wanted: dict[str, object] = {"name": document.id[:LONGEST_NAME]}
-        wanted |= ({"pinned": True} if retention.pinned else {}) | ({"ttl": retention.ttl} if retention.ttl else {})
+        changes: dict[str, object] = {"name": document.id[:LONGEST_NAME]}
+        changes |= ({"pinned": True} if retention.pinned else {}) | ({"ttl": retention.ttl} if retention.ttl else {})
         for name in ids:
-            self._admin.ask(f"/v1/documents/{name}", wanted, "PATCH")
+            self._admin.ask(f"/v1/documents/{name}", changes, "PATCH")
 
     def tokens(self, text: str) -> int:
         """See `Learner`."""
-        asked = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        return int(self._client.ask("/tokenize", asked)["count"])
+        request = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        return int(self._client.ask("/tokenize", request)["count"])
 
     def capacity(self) -> dict[str, float]:
         """See `Learner`; empty if the server does not report it."""
@@ -182,29 +182,27 @@ class ModelLearner:
             return Stored(failed=str(error))
         usable = engine.stats().usable
         if usable and not any(usable.values()):  # Memory is lost when this process ends.
-            raise Unreachable(f"documents cannot be kept: {' and '.join(usable)} cannot be written to")
-        for one in stored:
-            one.name = one.name or document.id[:LONGEST_NAME]
-        why = "" if stored else "it has special tokens of the model, and would be taken for a conversation"
-        return Stored(tuple(one.id for one in stored), why)
+            raise Unreachable(f"cannot store documents: {' and '.join(usable)} cannot be written")
+        for known in stored:
+            known.name = known.name or document.id[:LONGEST_NAME]
+        reason = "" if stored else "it contains special tokens of the model, as a conversation does: remove them"
+        return Stored(tuple(known.id for known in stored), reason)
 
     def stored(self) -> set[str] | None:
         """See `Learner`."""
         engine = self._cached.engine
-        return {one.id for one in engine.known.list() if all(engine.lookup(one.keys))}
+        return {document.id for document in engine.known.list() if all(engine.lookup(document.keys))}
 
     def retain(self, document: Document, ids: Sequence[str], retention: Retention) -> None:
         """See `Learner`."""
         engine = self._cached.engine
         if engine.settings.local_disk is None and engine.settings.server is None:
-            raise InputError(
-                "pins and time limits without a server need a disk tier, where they are noted: --local-disk"
-            )
-        found = [one for one in map(engine.known.get, ids) if one is not None]
+            raise InputError("pins and time limits are recorded on a disk tier: set --local-disk")
+        documents = [known for known in map(engine.known.get, ids) if known is not None]
         if retention.pinned:
-            engine.keeper.pin(found)
+            engine.keeper.pin(documents)
         if retention.ttl:
-            engine.keeper.expire(found, retention.ttl)
+            engine.keeper.expire(documents, retention.ttl)
 
     def tokens(self, text: str) -> int:
         """See `Learner`."""

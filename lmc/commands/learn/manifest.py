@@ -45,7 +45,9 @@ class Manifest:
             if not ends_in_a_line:
                 self._file.write("\n")
         except OSError as error:
-            raise InputError(f"cannot write the manifest {path}: {error.strerror}; --manifest names another") from None
+            raise InputError(
+                f"cannot write the manifest {path}: {error.strerror}; use --manifest for another file"
+            ) from None
 
     def __enter__(self) -> "Manifest":
         return self

@@ -16,7 +16,7 @@ from lmc.errors import InputError
 from lmc.http.client import Unreachable
 from lmc.terminal import all_of, console, counted
 
-SAMPLE = 16  # approximate number of documents whose tokens are counted before the run
+SAMPLED_DOCUMENTS = 16  # approximate number of documents whose tokens are counted before the run
 
 
 @dataclass
@@ -42,9 +42,9 @@ class LearnRun:
     again: bool = False
 
     def __post_init__(self) -> None:
-        known = [not self.again and self.manifest.has(document) for document in self.documents]
-        self.new = [document for document, there in zip(self.documents, known, strict=True) if not there]
-        self._old = [document for document, there in zip(self.documents, known, strict=True) if there]
+        learned = [not self.again and self.manifest.has(document) for document in self.documents]
+        self.new = [document for document, is_learned in zip(self.documents, learned, strict=True) if not is_learned]
+        self._old = [document for document, is_learned in zip(self.documents, learned, strict=True) if is_learned]
 
     @property
     def result(self) -> Learned:
@@ -56,8 +56,8 @@ class LearnRun:
         """The note about documents that were learned before; empty if there are none."""
         before = self.result.before
         of = all_of(len(self.documents), "document")
-        said = f"{before} of {of} learned before, says {self.manifest.path}"
-        return f"{said} (--again: all)" if before else ""
+        text = f"{before} of {of} learned before, according to {self.manifest.path}"
+        return f"{text}; use --again to learn all" if before else ""
 
     def notes(self, learner: Learner | None, share: float, chunk_size: int, dry_run: bool) -> list[str]:
         """Return the notes to print before the run. Unless `dry_run`, also checks documents of earlier runs."""
@@ -72,7 +72,7 @@ class LearnRun:
         Returns a note if the server cannot report which documents are missing, otherwise an empty string.
         """
         stored = learner.stored() if self._old else set()
-        if stored is None and (held := learner.held()) and not any(held.values()):
+        if stored is None and (held_tokens := learner.held()) and not any(held_tokens.values()):
             stored = set()  # It restarted without a disk, or reports 0 until its first request.
         for document in self._old:
             ids = self.manifest.ids(document)
@@ -80,7 +80,7 @@ class LearnRun:
                 self.new.append(document)
             elif self.retention:
                 learner.retain(document, ids, self.retention)
-        unknown = "whether the server still has them was not asked, because LMC_ADMIN does not answer (--admin)"
+        unknown = "could not check whether the server still has them, because LMC_ADMIN does not respond (--admin)"
         return unknown if stored is None else ""
 
     def too_many(self, learner: Learner, share: float, chunk_size: int) -> str:
@@ -90,18 +90,20 @@ class LearnRun:
         """
         capacity, part = learner.capacity(), share if self.retention.pinned else 1.0
         room = max(capacity.values(), default=0.0) * part
-        some = self.new[:: max(1, len(self.new) // SAMPLE)]
-        if not room or not some:
+        sample = self.new[:: max(1, len(self.new) // SAMPLED_DOCUMENTS)]
+        if not room or not sample:
             return ""
         with suppress(InputError):  # The server may not count tokens.
-            each = sum(learner.tokens(one.text) for one in some) / sum(len(one.text) for one in some)
-            tokens = each * sum(len(one.text) for one in self.new)
+            mean = sum(learner.tokens(document.text) for document in sample) / sum(
+                len(document.text) for document in sample
+            )
+            tokens = mean * sum(len(document.text) for document in self.new)
             if "disk" not in capacity:  # In memory, a document takes whole chunks.
                 tokens = max(tokens, float(len(self.new) * chunk_size))
             if tokens > room:
-                said = f"these documents have about {tokens:.0f} tokens, and at most {room:.0f}"
-                then = "may be pinned" if self.retention.pinned else "fit: the first will be evicted"
-                return f"{said} {then}. Raise max_local_disk_size, or learn fewer (lmc size)"
+                amount = f"these documents have about {tokens:.0f} tokens, and at most {room:.0f}"
+                limit = "may be pinned" if self.retention.pinned else "fit: the first will be evicted"
+                return f"{amount} {limit}. Raise max_local_disk_size, or learn fewer (lmc size)"
         return ""
 
     def learn(self, learner: Learner, jobs: int) -> Learned:
@@ -112,17 +114,19 @@ class LearnRun:
         bar = Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal)
         with ThreadPoolExecutor(jobs) as pool, bar:
             task = bar.add_task("learning", total=len(self.new))
-            asked: dict[Future[Stored], Document] = {pool.submit(learner.learn, one): one for one in self.new}
+            futures: dict[Future[Stored], Document] = {
+                pool.submit(learner.learn, document): document for document in self.new
+            }
             try:
-                for future in as_completed(asked):
-                    self._note(learner, asked[future], future.result(), result)
+                for future in as_completed(futures):
+                    self._note(learner, futures[future], future.result(), result)
                     bar.advance(task)
             except BaseException as error:
-                how = "again, without --again," if self.again else "again"
+                repeat = "again, without --again," if self.again else "again"
                 wrong = isinstance(error, InputError) and not isinstance(error, Unreachable)
-                hint = "" if wrong else f"; run the same command {how} to go on"
-                under_way = sum(future.running() for future in asked)
-                waits = f"; waiting for what has begun ({counted(under_way, 'document')})" if under_way else ""
+                hint = "" if wrong else f"; run the same command {repeat} to continue"
+                under_way = sum(future.running() for future in futures)
+                waits = f"; waiting for {counted(under_way, 'document')} in flight" if under_way else ""
                 screen.print(Text(f"{result.learned} of {all_of(len(self.new), 'document')} learned{hint}{waits}"))
                 pool.shutdown(cancel_futures=True)  # This waits for documents in flight.
                 raise

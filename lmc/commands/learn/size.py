@@ -9,7 +9,7 @@ from rich.text import Text
 from lmc.errors import needs_transformers
 from lmc.terminal import AsJson, console, print_json
 
-MANY = 10_000  # number of documents for which the required size is also printed
+MANY_DOCUMENTS = 10_000  # number of documents for which the required size is also printed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +44,15 @@ def size(
     documents: Annotated[
         str | None, typer.Option(help="directory of .txt and .md files, a JSONL file, or - for JSONL")
     ] = None,
-    id_field: Annotated[str, typer.Option("--id", help="field of a JSONL line that names the document")] = "id",
+    id_field: Annotated[str, typer.Option("--id", help="field of a JSONL line with the document's id")] = "id",
     text_field: Annotated[str, typer.Option("--text", help="field of a JSONL line with the text")] = "text",
     dtype: Annotated[
-        str | None, typer.Option(help="of the KV, if it is not the model's: bfloat16, float16, float32, float8_e4m3fn")
+        str | None,
+        typer.Option(help="dtype of the KV: bfloat16, float16, float32 or float8_e4m3fn; default: the model's dtype"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what the KV of a model takes, what documents need, and how many of them fit into memory and on the disk.
+    """Compute the size of the KV of a model and of documents, and how many documents fit into memory and disk.
 
     Only the model's configuration and tokenizer are read. Memory, disk and chunk_size are those of the settings.
     """
@@ -71,7 +72,7 @@ def size(
     geometry = Geometry.of(shape, settings.chunk_size)
     tokenizer = tokenizer_of(model) if texts else None
     lengths = [len(tokenizer.encode(text, add_special_tokens=False)) for text in texts] if tokenizer else []
-    found = Size(
+    sizes = Size(
         token=shape.token_bytes * shape.layers,
         slot=aligned(geometry.part_bytes) * geometry.parts,
         chunk_tokens=settings.chunk_size,
@@ -85,28 +86,28 @@ def size(
         slots=sum(len(chunk_bounds(length, settings.chunk_size)) for length in lengths),
     )
     if as_json:
-        fit = {"fit_in_memory": found.fit_in_memory, "fit_on_disk": found.fit_on_disk} if lengths else {}
-        print_json(asdict(found) | fit)
+        fit = {"fit_in_memory": sizes.fit_in_memory, "fit_on_disk": sizes.fit_on_disk} if lengths else {}
+        print_json(asdict(sizes) | fit)
         return
     heads = f"{shape.layers} layers with {shape.kv_heads} KV heads of {shape.head_dim}"
-    console().print(Text(f"{model}: {found.token} bytes a token ({heads}, {str(shape.dtype).removeprefix('torch.')})"))
-    console().print(Text("\n".join(_lines(found))))
+    console().print(Text(f"{model}: {sizes.token} bytes a token ({heads}, {str(shape.dtype).removeprefix('torch.')})"))
+    console().print(Text("\n".join(_lines(sizes))))
 
 
-def _lines(found: Size) -> list[str]:
+def _lines(sizes: Size) -> list[str]:
     from lmc.shapes import GIB, MIB
 
-    slots = int(found.memory // found.slot)
-    memory = f"memory, {found.memory / GIB:g} GB: {slots} chunks of up to {found.chunk_tokens} tokens"
-    disk = f"disk, {found.disk / GIB:g} GB" if found.disk else "no disk tier (local_disk is not set)"
-    if not found.documents:
-        return [memory, f"{disk}: {found.disk / found.token:.0f} tokens" if found.disk else disk]
-    mean = found.on_disk / found.documents
-    need = f"{found.documents} documents of {found.shortest} to {found.longest} tokens, {found.tokens} together: "
-    per_document = found.slots * found.slot / found.documents / MIB
+    slots = int(sizes.memory // sizes.slot)
+    memory = f"memory, {sizes.memory / GIB:g} GB: {slots} chunks of up to {sizes.chunk_tokens} tokens"
+    disk = f"disk, {sizes.disk / GIB:g} GB" if sizes.disk else "no disk tier (local_disk is not set)"
+    if not sizes.documents:
+        return [memory, f"{disk}: {sizes.disk / sizes.token:.0f} tokens" if sizes.disk else disk]
+    mean = sizes.on_disk / sizes.documents
+    need = f"{sizes.documents} documents of {sizes.shortest} to {sizes.longest} tokens, {sizes.tokens} together: "
+    per_document = sizes.slots * sizes.slot / sizes.documents / MIB
     return [
-        f"{need}{found.on_disk / GIB:.2f} GB on a disk, {mean / MIB:.2f} MB each; {MANY} like them: "
-        f"{mean * MANY / GIB:.1f} GB",
-        f"{memory}, {found.fit_in_memory} such documents, which take whole chunks ({per_document:.2f} MB each)",
-        f"{disk}: {found.fit_on_disk} such documents" if found.disk else disk,
+        f"{need}{sizes.on_disk / GIB:.2f} GB on a disk, {mean / MIB:.2f} MB each; {MANY_DOCUMENTS} like them: "
+        f"{mean * MANY_DOCUMENTS / GIB:.1f} GB",
+        f"{memory}, {sizes.fit_in_memory} such documents, which take whole chunks ({per_document:.2f} MB each)",
+        f"{disk}: {sizes.fit_on_disk} such documents" if sizes.disk else disk,
     ]

@@ -65,13 +65,8 @@ class RemoteKeeper(DocumentKeeper):
 
     def refresh(self, documents: Sequence[KnownDocument]) -> None:
         """Update the pins and time limits of documents from the server."""
-<<<<<<< HEAD
-        found = self._ask(m.Kept([document.id for document in documents]), [])
-        for document, (pinned, expires) in zip(documents, found, strict=False):
-=======
-        states = self._store.ask_slowly(m.Kept([document.id for document in documents]), [])
+        states = self._ask(m.Kept([document.id for document in documents]), [])
         for document, (pinned, expires) in zip(documents, states, strict=False):
->>>>>>> 69adad3 (server: messages with value and remedy, requests are handled and not asked)
             document.pinned, document.expires = pinned, expires
 
     def begin_anew(self) -> None:
@@ -97,19 +92,10 @@ class RemoteKeeper(DocumentKeeper):
             )
             for document in documents
         ]
-<<<<<<< HEAD
-        while described:
-            sizes = accumulate(len(one.tokens) for one in described)
-            count = max(1, sum(size <= AT_ONCE for size in sizes))
-            some, described = described[:count], described[count:]
-            away = "the cache server is away: try again when it is back"
-            if refused := self._ask(m.Keep(some, how, seconds), away):
-=======
         while remaining:
             sizes = accumulate(len(document.tokens) for document in remaining)
             count = max(1, sum(size <= MAX_REQUEST_TOKENS for size in sizes))
             batch, remaining = remaining[:count], remaining[count:]
             unavailable = "the cache server is unreachable: try again when it has restarted"
-            if refused := self._store.ask_slowly(m.Keep(batch, operation, seconds), unavailable):
->>>>>>> 69adad3 (server: messages with value and remedy, requests are handled and not asked)
+            if refused := self._ask(m.Keep(batch, operation, seconds), unavailable):
                 raise InputError(refused)

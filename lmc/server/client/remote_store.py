@@ -64,15 +64,9 @@ class RemoteStore(ChunkStore, DocumentServer):
         self._lock = threading.Lock()
         self._held: set[int] = set()  # lease numbers of pins and reservations
         self._lost: set[int] = set()  # leases of a lost server whose pins and reservations are still in use
-<<<<<<< HEAD
-        self._asking = 0  # requests in flight whose responses may contain leases
+        self._leasing_requests = 0  # requests in flight whose responses may contain leases
         self._pinned_chunks = 0  # chunks of pinned documents in the server, for all clients
         self._learning: RemoteLearning | None = None  # None if this process learns no documents
-=======
-        self._leasing_requests = 0  # requests in flight whose responses may contain leases
-        self.pinned_chunks = 0
-        self.learning: RemoteLearning | None = None  # None if this process learns no documents
->>>>>>> 69adad3 (server: messages with value and remedy, requests are handled and not asked)
         self._counts = RunningCounts()
         self._ended = threading.Event()
         self.cost, self.changes = CostModel(), _RemoteChanges(self)
