@@ -215,7 +215,7 @@ def test_the_pretrained_model_answers_real_questions_in_four_ways(collection: Co
     outcome = run(
         smollm2(), few, demo_settings(tmp_path), seed=1, large=False, progress=lambda *step: done.append(step)
     )
-    assert done[-1] == ("questions in four ways", 2, 2)
+    assert done[-1] == ("questions in four modes", 2, 2)
     ((name, rows),) = outcome.models.items()
     assert name.startswith("SmolLM2-135M-Instruct 13")
     assert rows["blend"]["reused_tokens"] > 0.7 * rows["full"]["prompt_tokens"]

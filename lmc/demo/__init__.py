@@ -1,8 +1,8 @@
-"""`lmc demo`: real questions over real documents, answered by a pretrained model in four ways side by side.
+"""`lmc demo`: real questions over real documents, answered by a pretrained model in four modes side by side.
 
-`command` is the command line, `questions` builds the prompts, `run` asks them, `outcome` is what was found, `page`
-draws the HTML page, and `pretrained` has the model. With `--small`, a small model that the wheel ships is asked about
-documents made for it. `random_model` makes models with random weights, which the benchmarks use too.
+`command` is the command line, `questions` builds the prompts, `run` runs them, `outcome` has the results, `page` writes
+the HTML page, and `pretrained` provides the model. With `--small`, the demo uses a small model of the wheel, and
+documents made for it. `random_model` makes models with random weights, which the benchmarks also use.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The command line of `lmc demo`. What it needs is imported when it runs, so that `lmc --help` stays quick."""
+"""The command line of `lmc demo`. It imports its modules when it runs, so that `lmc --help` stays fast."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,24 +16,26 @@ from lmc.terminal import console, counted
 if TYPE_CHECKING:
     from lmc.demo.outcome import Outcome
 
-FEW = 20  # questions whose answers are printed
+MAX_SHOWN_ANSWERS = 20  # questions whose answers are printed
 
 
 def demo(
-    small: Annotated[bool, typer.Option("--small", help="the small model, over documents made for it")] = False,
+    small: Annotated[
+        bool, typer.Option("--small", help="use the small model of the wheel, over documents made for it")
+    ] = False,
     model: Annotated[
         Path | None, typer.Option(help="directory or hub id of a Llama, Mistral, Qwen2 or Qwen3 model")
     ] = None,
     documents: Annotated[Path | None, typer.Option(help="directory of .txt and .md files")] = None,
     questions: Annotated[Path | None, typer.Option(help="JSON file of questions and answers")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write all numbers here")] = None,
-    page: Annotated[Path, typer.Option(help="the HTML page with pictures")] = Path(".demo/demo.html"),
-    cache: Annotated[Path, typer.Option(help="disk tier of the documents' KV")] = Path(".demo/cache"),
-    limit: Annotated[int | None, typer.Option(min=1, help="ask only so many questions")] = None,
-    large: Annotated[bool, typer.Option(help="with --small: also time a 100M model with random weights")] = True,
-    seed: Annotated[int, typer.Option(help="of the documents' orders")] = 1,
+    json_file: Annotated[Path | None, typer.Option("--json", help="JSON file for all numbers")] = None,
+    page: Annotated[Path, typer.Option(help="HTML file for the page with pictures")] = Path(".demo/demo.html"),
+    cache: Annotated[Path, typer.Option(help="directory of the disk tier for the documents' KV")] = Path(".demo/cache"),
+    limit: Annotated[int | None, typer.Option(min=1, help="maximum number of questions")] = None,
+    large: Annotated[bool, typer.Option(help="also time a 100M model with random weights; with --small")] = True,
+    seed: Annotated[int, typer.Option(help="random seed for the order of the documents")] = 1,
 ) -> None:
-    """Ask questions over documents in ever new orders, in four ways, and show what each costs and gets right."""
+    """Ask questions over documents in new orders, in four modes, and show the cost and accuracy of each mode."""
     try:
         from lmc.demo.questions import read_collection, sample
         from lmc.demo.run import demo_settings, run
@@ -46,16 +48,16 @@ def demo(
     bar = Progress(console=Console(stderr=True), transient=True)
     tasks: dict[str, TaskID] = {}
 
-    def progress(what: str, done: int, of: int) -> None:
-        if what not in tasks:
-            tasks[what] = bar.add_task(what, total=of)
-        bar.update(tasks[what], completed=done)
+    def progress(task: str, finished: int, total: int) -> None:
+        if task not in tasks:
+            tasks[task] = bar.add_task(task, total=total)
+        bar.update(tasks[task], completed=finished)
 
     with bar:
         if model is None and not small:
-            progress("the model, which is converted once", 0, 1)
+            progress("conversion of the model, once", 0, 1)
             model = _pretrained()
-            progress("the model, which is converted once", 1, 1)
+            progress("conversion of the model, once", 1, 1)
         outcome = run(
             model or SHIPPED / "model",
             collection,
@@ -75,11 +77,11 @@ def _pretrained() -> Path:
     try:
         return smollm2()
     except InputError as error:
-        raise InputError(f"{error}; or run `lmc demo --small`, which needs nothing more") from error
+        raise InputError(f"{error}; or run `lmc demo --small`, which needs no other packages") from error
 
 
 def _check_writable(output: Path) -> None:
-    """Raise `InputError` now if a file could not be written later, after minutes of work."""
+    """Raise `InputError` if a file cannot be written, before minutes of work."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.open("a").close()
@@ -88,16 +90,17 @@ def _check_writable(output: Path) -> None:
 
 
 def _show(outcome: "Outcome", page: Path) -> None:
-    """Print the table, and the answers if they are few; write the page."""
+    """Print the table, and the answers of at most `MAX_SHOWN_ANSWERS` questions; write the page."""
     from lmc.demo.page import write_page
 
     columns, rows = outcome.table()
     table = Table(*columns)
     for row in rows:
         table.add_row(*map(Text, row))
-    shown = outcome.asked if len(outcome.asked) <= FEW else []
+    questions = outcome.asked if len(outcome.asked) <= MAX_SHOWN_ANSWERS else []
     answers = [
-        Text("\n".join((f"{number:2}. {asked.title()}", *asked.lines()))) for number, asked in enumerate(shown, 1)
+        Text("\n".join((f"{number:2}. {answered.title()}", *answered.lines())))
+        for number, answered in enumerate(questions, 1)
     ]
     end = f"answers, and pictures of {counted(len(outcome.pictures), 'prompt')}: {page}"
     console().print(*answers, Text(outcome.heading()), table, Text(end), sep="\n")

@@ -1,4 +1,4 @@
-"""What a demo found: answers side by side, costs by way, and pictures. Plain data, and the texts that show it."""
+"""The results of a demo: answers side by side, costs by mode, and pictures, as plain data and as texts."""
 
 import base64
 import json
@@ -13,13 +13,13 @@ from lmc.demo.questions import Example
 from lmc.terminal import counted
 
 FULL_SCALE = 1.0  # relative deviation ‖Δk‖/‖k‖ at which the colour is darkest
-# A point ends a sentence behind a word or a number, or at the end, and not behind an initial or a title.
+# A dot ends a sentence after a word or a number, or at the end of the text, but not after an initial or a title.
 SENTENCE = re.compile(r"(?:(?!Mrs)\w{3}|\d|[)\"'])\s?[.!?](?=\s|$)|\n|[.!?]$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one way has answered to one question, and what that cost."""
+    """The answer of one mode to one question, and its cost."""
 
     text: str
     right: bool
@@ -29,7 +29,7 @@ class Answer:
     reused: int
 
     def sentence(self) -> str:
-        """Return the answer's first sentence; dots say that it goes on."""
+        """Return the answer's first sentence; an ellipsis marks an unfinished one."""
         text = self.text.strip()
         end = SENTENCE.search(text)
         return text[: end.end()].strip() if end else f"{text} …"
@@ -37,7 +37,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A question and its answers, by way."""
+    """A question and its answers, by mode."""
 
     example: Example
     ways: dict[How, Answer]
@@ -47,9 +47,11 @@ class Asked:
         return f"{self.example.question.question} → {self.example.answer}"
 
     def lines(self) -> list[str]:
-        """Return the beginning of all answers, and a line for each way; a wrong answer is marked."""
+        """Return the given beginning of the answers, and a line for each mode; a wrong answer is marked."""
         lead = self.example.question.lead
-        answers = [f"{'' if way.right else '✗':>3} {how:6} {way.sentence()}" for how, way in self.ways.items()]
+        answers = [
+            f"{'' if answer.right else '✗':>3} {mode:6} {answer.sentence()}" for mode, answer in self.ways.items()
+        ]
         return [*([f"    {lead} …"] if lead else []), *answers]
 
 
@@ -62,7 +64,7 @@ class Picture:
     tokens: list[str]
     documents: list[tuple[str, int, int]]  # name and half-open token range
     deviation: list[list[float]]  # per layer, per token: ‖Δk‖/‖k‖ of blindly reused keys against full prefill's
-    recomputed: list[list[int]]  # per layer, positions of reused tokens that were computed anew
+    recomputed: list[list[int]]  # per layer, positions of recomputed tokens
 
     def data(self) -> dict[str, Any]:
         """Return the data for the page's script, with one byte for each cell."""
@@ -80,7 +82,7 @@ class Picture:
 
 @dataclass(slots=True)
 class Tally:
-    """The results of one way over all examples."""
+    """The results of one mode over all examples."""
 
     reports: list[Report] = field(default_factory=list)
     right: dict[str, list[bool]] = field(default_factory=lambda: defaultdict(list))
@@ -113,58 +115,59 @@ class Outcome:
     """All results of a demo."""
 
     facts: dict[str, Any]
-    models: dict[str, dict[str, dict[str, Any]]]  # name of a model -> way -> row of the table
+    models: dict[str, dict[str, dict[str, Any]]]  # name of a model -> mode -> row of the table
     asked: list[Asked]
     pictures: list[Picture]
 
     def json(self) -> str:
-        """Return everything that the table shows, and what was asked in which order."""
+        """Return the numbers of the table, and the questions with their documents in order, as JSON."""
         examples = [
             {
-                **asdict(asked.example.question),
-                "order": asked.example.order,
-                "expected": asked.example.answer,
-                "ways": {how: asdict(answer) for how, answer in asked.ways.items()},
+                **asdict(result.example.question),
+                "order": result.example.order,
+                "expected": result.example.answer,
+                "ways": {mode: asdict(answer) for mode, answer in result.ways.items()},
             }
-            for asked in self.asked
+            for result in self.asked
         ]
         return json.dumps({**self.facts, "models": self.models, "examples": examples}, indent=1)
 
     def heading(self) -> str:
-        """Return in a sentence or two what was done."""
+        """Return one or more sentences about the run."""
         facts = self.facts
-        found, retrieved = facts["documents_found"], facts["documents_retrieved"]
-        learned = retrieved - found
+        stored, retrieved = facts["documents_found"], facts["documents_retrieved"]
+        computed = retrieved - stored
         parts = [
             f"{counted(facts['questions'], 'question')} over {counted(facts['documents'], 'document')}, "
-            f"of which they retrieve {retrieved}, each in a new order."
+            f"{retrieved} of them retrieved, each time in a new order."
         ]
-        if found:
-            parts.append(f"{found} documents were found on disk ({facts['disk']}).")
-        if learned:
-            parts.append(f"{learned} documents were prefilled alone and stored in {facts['learn_seconds']:.1f} s.")
+        if stored:
+            parts.append(f"{stored} documents were already on disk ({facts['disk']}).")
+        if computed:
+            parts.append(f"{computed} documents were prefilled alone and stored in {facts['learn_seconds']:.1f} s.")
         threads = f"{facts['threads']} thread{'s' if facts['threads'] > 1 else ''}"
         parts.append(f"blend: {facts['strategy']} at {facts['ratio']:g}. {threads}, {facts['seconds']:.0f} s in all.")
         return " ".join(parts)
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Return columns, and a row for each model and way; numbers are per prompt.
+        """Return columns, and a row for each model and mode; numbers are per prompt.
 
-        `as full` is the share of full prefill's answer that comes before the first token that differs.
+        `as full` is the share of full prefill's answer before the first different token.
         """
         kinds = sorted(
-            {kind for ways in self.models.values() for row in ways.values() for kind in row["accuracy"]}, reverse=True
+            {kind for by_mode in self.models.values() for row in by_mode.values() for kind in row["accuracy"]},
+            reverse=True,
         )
-        columns = ["model", "way", "TTFT ms", "p95", "speed-up", "computed", "reused", "MB GPU/CPU/disk", "charged"]
+        columns = ["model", "mode", "TTFT ms", "p95", "speed-up", "computed", "reused", "MB GPU/CPU/disk", "charged"]
         columns += ["as full", *(f"right: {kind}" for kind in kinds)]
         rows = []
-        for model, ways in self.models.items():
-            for how, row in ways.items():
+        for model, by_mode in self.models.items():
+            for mode, row in by_mode.items():
                 moved = (row["bytes"].get(place, 0) / row["prompts"] / 1e6 for place in ("device", "host", "disk"))
                 numbers = [
                     f"{row['ttft_median_s'] * 1e3:.1f}",
                     f"{row['ttft_p95_s'] * 1e3:.1f}",
-                    f"{ways['full']['ttft_median_s'] / row['ttft_median_s']:.2f}",
+                    f"{by_mode['full']['ttft_median_s'] / row['ttft_median_s']:.2f}",
                     f"{row['computed_tokens']:.0f}/{row['prompt_tokens']:.0f}",
                     f"{row['reused_tokens']:.0f}",
                     " / ".join(f"{megabytes:.1f}" for megabytes in moved),
@@ -172,5 +175,5 @@ class Outcome:
                     "" if row["agreement"] is None else f"{row['agreement']:.0%}",
                 ]
                 right = [f"{row['accuracy'][kind]:.1%}" if kind in row["accuracy"] else "" for kind in kinds]
-                rows.append([model, how, *numbers, *right])
+                rows.append([model, mode, *numbers, *right])
         return columns, rows

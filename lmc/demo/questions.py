@@ -1,8 +1,8 @@
 """Documents, questions, and prompts: BM25 finds the documents of a question, and each prompt has a new order of them.
 
-Long documents are cut into passages of a fixed number of words, if the questions' file says how long. A model that has
-a chat template is asked in it. Questions may refer back: an answer of null means "whoever the document before this one
-named last", which changes with the order of the documents.
+Long documents are cut into passages if the questions' file has `passage_words`. For a model with a chat template, the
+prompt uses the template. Questions may refer back: an answer of null stands for the name that the preceding document
+mentions last, which changes with the order of the documents.
 """
 
 import json
@@ -19,8 +19,8 @@ from lmc.blend.segments import join
 from lmc.documents.sources import read_text
 from lmc.errors import InputError
 
-TOP = 6  # documents a question, as in CacheBlend's evaluation
-DOCUMENTS = "\0"  # where the documents stand in a chat
+TOP = 6  # as in CacheBlend's evaluation
+DOCUMENTS_MARK = "\0"  # stands for the documents in the text of a chat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +28,12 @@ class Question:
     """A question and its right answer."""
 
     question: str
-    answer: str | None  # None: whoever the document before `document` named last
-    accepted: tuple[str, ...] = ()  # other forms of the answer that are right too
-    lead: str = ""  # how the answer begins, which is given to the model
+    answer: str | None  # None: the name that the document before `document` mentions last
+    accepted: tuple[str, ...] = ()  # other right forms of the answer
+    lead: str = ""  # beginning of the answer, which the prompt contains
     document: str | None = None
     kind: str = "self"
-    shown: bool = False  # The demo asks these, if there are any, and else all.
+    shown: bool = False  # The demo asks only shown questions, or all if none is shown.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Collection:
     system: str
     documents: dict[str, str]  # by file name without ending, and the passage's number if documents are cut
     questions: list[Question]
-    answer_tokens: int = 16  # how many tokens of an answer are generated
+    answer_tokens: int = 16  # number of generated tokens of an answer
     last_named: dict[str, str] = field(default_factory=dict)
 
 
@@ -58,15 +58,15 @@ class Example:
 
     @property
     def accepted(self) -> tuple[str, ...]:
-        """Every right answer."""
+        """All right answers."""
         return self.answer, *self.question.accepted
 
 
 def read_collection(documents: Path, questions: Path) -> Collection:
-    """Text files of a directory and a JSON file of questions; raise `InputError` naming the file and what is wrong.
+    """Return the text files of a directory, and the questions of a JSON file.
 
-    The questions' file is a list of `{"question", "answer"}`, or a mapping with `questions`, and where they are wanted
-    `system`, `passage_words`, `answer_tokens` and `last_named`.
+    The questions' file is a list of `{"question", "answer"}`, or a mapping with `questions`, and optionally `system`,
+    `passage_words`, `answer_tokens` and `last_named`. Raises `InputError`, which names the file and its fault.
     """
     texts = read_texts(documents)
     content = _json(questions)
@@ -76,12 +76,16 @@ def read_collection(documents: Path, questions: Path) -> Collection:
         cuts = {name: enumerate(passages(" ".join(text.split()), words)) for name, text in texts.items()}
         texts = {f"{name}-{number:03d}": passage for name, cut in cuts.items() for number, passage in cut}
     try:
-        asked = [Question(**{**entry, "accepted": tuple(entry.get("accepted", ()))}) for entry in content["questions"]]
+        question_list = [
+            Question(**{**entry, "accepted": tuple(entry.get("accepted", ()))}) for entry in content["questions"]
+        ]
     except (TypeError, KeyError, AttributeError) as error:
-        raise InputError(f'{questions}: each question is {{"question": …, "answer": …}}; {error}') from error
+        raise InputError(
+            f'{questions} has an invalid question ({error}): use {{"question": …, "answer": …}}'
+        ) from error
     last_named = content.get("last_named", {})
-    for question in asked:
-        refers = (
+    for question in question_list:
+        refers_back = (
             question.answer is None
             and question.document in texts
             and len(texts) > 1
@@ -89,23 +93,23 @@ def read_collection(documents: Path, questions: Path) -> Collection:
         )
         if not (
             isinstance(question.question, str)
-            and ((isinstance(question.answer, str) and question.answer.strip()) or refers)
+            and ((isinstance(question.answer, str) and question.answer.strip()) or refers_back)
         ):
-            needs = "an answer in text, or null with its `document` and `last_named` of all documents"
-            raise InputError(f"{questions}: {question.question!r} needs {needs}")
-    if not asked:
+            hint = "an answer in text, or null with its `document` and `last_named` of all documents"
+            raise InputError(f"{questions}: {question.question!r} needs {hint}")
+    if not question_list:
         raise InputError(f"{questions} has no questions")
     return Collection(
         system=content.get("system", "Answer from the documents."),
         documents=texts,
-        questions=asked,
+        questions=question_list,
         answer_tokens=content.get("answer_tokens", 16),
         last_named=last_named,
     )
 
 
 def passages(text: str, words: int) -> Iterator[str]:
-    """Cut a text into passages of `words` words without overlap; a rest of less than half joins the one before."""
+    """Cut a text into passages of `words` words without overlap. A rest below half a passage joins the last passage."""
     ends, start = word_ends(text), 0
     while start < len(ends):
         stop = start + words if len(ends) - start >= 1.5 * words else len(ends)
@@ -114,7 +118,7 @@ def passages(text: str, words: int) -> Iterator[str]:
 
 
 def word_ends(text: str) -> list[int]:
-    """Return where each word of a text ends, with the blanks behind it. Text without blanks has words of 20 letters."""
+    """Return the end of each word of a text, including the blanks after it. Words have at most 20 characters."""
     return [word.end() for word in re.finditer(r"\S{1,20}\s*", text)]
 
 
@@ -128,7 +132,7 @@ def read_texts(folder: Path) -> dict[str, str]:
         texts[name] = read_text(path).strip()
     texts = {name: text for name, text in texts.items() if text}
     if not texts:
-        raise InputError(f"no .txt or .md files with text in {folder}: give a directory of text documents")
+        raise InputError(f"{folder} has no .txt or .md files with text: use a directory of text documents")
     return texts
 
 
@@ -138,7 +142,7 @@ def _json(path: Path) -> Any:
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise InputError(f"{path} is no JSON: {error}") from error
+        raise InputError(f"{path} is not valid JSON: {error}") from error
 
 
 class Retriever:
@@ -155,35 +159,35 @@ class Retriever:
         )
 
     def top(self, question: str, count: int) -> list[str]:
-        """Return the names of the `count` documents that fit best."""
+        """Return the names of the `count` documents that match best."""
         query = self._bm25s.tokenize(question, stopwords=None, show_progress=False)
-        found, _ = self._index.retrieve(query, k=min(count, len(self._names)), show_progress=False)
-        return [self._names[i] for i in found[0]]
+        ranked, _ = self._index.retrieve(query, k=min(count, len(self._names)), show_progress=False)
+        return [self._names[i] for i in ranked[0]]
 
 
 class PromptBuilder:
-    """Builds prompts from documents and a question: in the model's chat template, if it has one."""
+    """Builds prompts from documents and a question, in the model's chat template if it has one."""
 
     def __init__(self, tokenizer: Any, system: str, special: str) -> None:
         self._tokenizer, self._system = tokenizer, system
         self._separator = self.encode(special)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, without those that the tokenizer adds to a prompt."""
+        """Return the tokens of a text, without the tokens that the tokenizer adds to a prompt."""
         return self._tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
 
     def prompt(self, documents: Sequence[Sequence[int]], question: str, lead: str) -> list[int]:
         """Return a prompt up to the answer, which begins with `lead`, with separators around the documents."""
         if not getattr(self._tokenizer, "chat_template", None):
-            asked = self.encode(f"{question} {lead}".strip())
-            return join(self._tokenizer.encode(self._system), documents, asked, self._separator)
-        content = f"Here are the documents.{DOCUMENTS}Question: {question}"
+            question_tokens = self.encode(f"{question} {lead}".strip())
+            return join(self._tokenizer.encode(self._system), documents, question_tokens, self._separator)
+        content = f"Here are the documents.{DOCUMENTS_MARK}Question: {question}"
         chat = [{"role": "system", "content": self._system}, {"role": "user", "content": content}]
         if "system" not in str(self._tokenizer.chat_template):
             chat = [{"role": "user", "content": f"{self._system} {content}"}]
         text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        before, behind = text.split(DOCUMENTS)
-        return join(self.encode(before), documents, self.encode(behind + lead), self._separator)
+        before, after = text.split(DOCUMENTS_MARK)
+        return join(self.encode(before), documents, self.encode(after + lead), self._separator)
 
 
 class Prompts:
@@ -196,9 +200,9 @@ class Prompts:
         self.tokens = {name: self._builder.encode(text) for name, text in collection.documents.items()}
 
     def example(self, question: Question, order_seed: int | str) -> Example:
-        """Return the question over its best documents, in an order that `order_seed` decides.
+        """Return the question with its best documents, in an order that depends on `order_seed`.
 
-        A document whose answer depends on the one before it never stands first.
+        If the answer depends on the document before the question's document, the latter is never first.
         """
         names = self._retriever.top(question.question, TOP)
         shuffle = random.Random(order_seed)

@@ -1,6 +1,6 @@
-"""Models with random weights: they say nothing about quality, and all about cost.
+"""Models with random weights, for measurements of cost but not of quality.
 
-`machine` describes the computer, without which a time means nothing.
+`machine` describes the computer, because measured times depend on it.
 """
 
 import platform
@@ -14,7 +14,7 @@ VOCABULARY, SEPARATOR = 4096, (1, 2)
 
 
 def machine() -> str:
-    """Processor, cores and torch: what a number is worth nothing without."""
+    """Return the processor, the number of cores and the version of torch."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -26,9 +26,9 @@ def machine() -> str:
 
 
 def random_llama(layers: int, hidden: int, heads: int = 0, kv_heads: int = 0) -> Any:
-    """A Llama with random weights (12 layers of 768 are about 100M): says nothing about quality, all about cost.
+    """Return a Llama with random weights. 12 layers with a hidden size of 768 have about 100M parameters.
 
-    Without a number of heads, they have 64 dimensions, and two of them share a KV head.
+    Without `heads` and `kv_heads`, a head has 64 dimensions, and two heads share a KV head.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -46,6 +46,6 @@ def random_llama(layers: int, hidden: int, heads: int = 0, kv_heads: int = 0) ->
 
 
 def random_tokens(count: int, seed: int) -> list[int]:
-    """Tokens that are no `SEPARATOR`, for models with random weights."""
+    """Return random tokens other than `SEPARATOR`."""
     generator = random.Random(seed)
     return [generator.randrange(1 + max(SEPARATOR), VOCABULARY) for _ in range(count)]
