@@ -84,13 +84,13 @@ class _Probe(NamedTuple):
 class Blender(Generic[R]):
     """The blend of one prompt. Exhaust `slices`, then read `result`."""
 
-    def __init__(self, canvas: Canvas[R], given: BlendInput, policy: RecomputePolicy) -> None:
-        self._canvas, self._given, self._policy = canvas, given, policy
-        loose = [placement for placement in given.placements if not placement.exact]
+    def __init__(self, canvas: Canvas[R], blend_input: BlendInput, policy: RecomputePolicy) -> None:
+        self._canvas, self._given, self._policy = canvas, blend_input, policy
+        loose = [placement for placement in blend_input.placements if not placement.exact]
         self._offset, self._reused = positions_of(loose, canvas.device)
-        self._present = torch.zeros(given.length, dtype=torch.bool, device=canvas.device)
-        self._present[: given.start] = True
-        self._present[positions_of(given.placements, canvas.device)[1]] = True
+        self._present = torch.zeros(blend_input.length, dtype=torch.bool, device=canvas.device)
+        self._present[: blend_input.start] = True
+        self._present[positions_of(blend_input.placements, canvas.device)[1]] = True
         self._is_reused = torch.zeros_like(self._present)
         self._is_reused[self._reused] = True
         self._fresh = (~self._present).nonzero().flatten()
@@ -146,8 +146,8 @@ class Blender(Generic[R]):
             for batch, shift in zip_longest(canvas.batches(rows), shifts):
                 canvas.run(layer, rows, batch, shift.attention(layer) if shift else None)
                 is_last = layer == canvas.depth - 1 and batch.stop == len(rows.positions)
-                done = self._slice_of(layer, batch, shift.cost if shift else 0)
-                yield done._replace(coming=0) if is_last else done
+                finished = self._slice_of(layer, batch, shift.cost if shift else 0)
+                yield finished._replace(coming=0) if is_last else finished
 
     def _pass_through(self, rows: R, shifts: Sequence[Shift], repaired: torch.Tensor) -> Iterator[Slice]:
         """Compute these rows in all layers, batch after batch, since no row attends to a later batch."""
@@ -190,11 +190,11 @@ class Blender(Generic[R]):
         """Return the keys that each batch of the first pass sees. The question begins at row `question`."""
         present = self._present.clone()
         present[positions] = True
-        absent, where = (~present).nonzero().flatten(), positions.tolist()
-        scoring = max(question, len(where) - SCORING_ROWS)
+        absent, rows = (~present).nonzero().flatten(), positions.tolist()
+        scoring = max(question, len(rows) - SCORING_ROWS)
         return [
             _Probe(batch, positions[batch], max(scoring - batch.start, 0), absent[absent < stop], present[:stop])
-            for batch, stop in ((batch, where[batch.stop - 1] + 1) for batch in batches)
+            for batch, stop in ((batch, rows[batch.stop - 1] + 1) for batch in batches)
         ]
 
     def _scoring(self, layer: int, probe: "_Probe", paid: torch.Tensor) -> Attention:
@@ -250,8 +250,8 @@ class Blender(Generic[R]):
 
     # -- counting ----------------------------------------------------------------------------------------------------
 
-    def _slice_of(self, layer: int, batch: slice, more: int = 0) -> Slice:
-        return Slice(layer, max(batch.stop - batch.start, self._canvas.call_cost) + more)
+    def _slice_of(self, layer: int, batch: slice, extra_cost: int = 0) -> Slice:
+        return Slice(layer, max(batch.stop - batch.start, self._canvas.call_cost) + extra_cost)
 
     def _repaired(self, positions: torch.Tensor) -> torch.Tensor:
         return positions[self._is_reused[positions]]
@@ -264,5 +264,5 @@ class Blender(Generic[R]):
             self.result.repaired[layer] = repaired
 
 
-def _merged(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return torch.cat((one, other)).sort().values
+def _merged(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return torch.cat((first, second)).sort().values

@@ -13,8 +13,8 @@ from lmc.blend.markers import tokens_inside
 from lmc.blend.segments import Span
 from lmc.blend.turn_headers import Tokens
 
-FEW = 32  # maximum number of tokens of a text's first or last word
-PLACES = 100  # maximum number of matches that are checked, because the engine makes no step meanwhile
+MAX_WORD_TOKENS = 32  # maximum number of tokens of a text's first or last word
+MAX_MATCHES = 100  # maximum number of matches that are checked, because the engine makes no step meanwhile
 
 
 def find_text(
@@ -33,7 +33,7 @@ def find_text(
         return None
     first, inner, last = parts.groups()
     core = tokens_inside(encode, ("a", "b"), inner, (" a", "\nb"))
-    for at in islice(_places(prompt, core, start), PLACES):
+    for at in islice(_places(prompt, core, start), MAX_MATCHES):
         begin = _extend_left(prompt, at, first, decode)
         end = None if begin is None or begin < start else _extend_right(prompt, at + len(core), last, decode)
         if begin is not None and end is not None:
@@ -43,25 +43,25 @@ def find_text(
 
 def _places(prompt: "array[int]", core: Tokens, start: int) -> Iterator[int]:
     """Yield the positions of the tokens `core` in a prompt. `bytes.find` takes time linear in the prompt's length."""
-    text, wanted, size = prompt.tobytes(), array("I", core).tobytes(), prompt.itemsize
-    at = text.find(wanted, size * start) if wanted else -1
+    text, pattern, size = prompt.tobytes(), array("I", core).tobytes(), prompt.itemsize
+    at = text.find(pattern, size * start) if pattern else -1
     while at >= 0:
         if at % size == 0:
             yield at // size
-        at = text.find(wanted, at + 1)
+        at = text.find(pattern, at + 1)
 
 
 def _extend_left(prompt: Sequence[int], at: int, word: str, decode: Callable[[list[int]], str]) -> int | None:
     """Return the last position `begin` so that the text of the tokens `[begin, at)` contains a word."""
-    if word not in decode(list(prompt[max(0, at - FEW) : at])):
+    if word not in decode(list(prompt[max(0, at - MAX_WORD_TOKENS) : at])):
         return None
-    begins = range(at - 1, max(-1, at - FEW - 1), -1)
+    begins = range(at - 1, max(-1, at - MAX_WORD_TOKENS - 1), -1)
     return next((begin for begin in begins if word in decode(list(prompt[begin:at]))), None)
 
 
 def _extend_right(prompt: Sequence[int], at: int, word: str, decode: Callable[[list[int]], str]) -> int | None:
     """Return the first position `end` so that the text of the tokens `[at, end)` contains a word."""
-    if word not in decode(list(prompt[at : at + FEW])):
+    if word not in decode(list(prompt[at : at + MAX_WORD_TOKENS])):
         return None
-    ends = range(at + 1, min(len(prompt), at + FEW) + 1)
+    ends = range(at + 1, min(len(prompt), at + MAX_WORD_TOKENS) + 1)
     return next((end for end in ends if word in decode(list(prompt[at:end]))), None)

@@ -23,7 +23,7 @@ from lmc.errors import InputError
 
 # Pairs of texts around a separator. A tokenizer treats both alike, and they share no token next to the separator.
 BEFORE = ("a", "b"), ("a.", "a,"), ("a\n", "a\t")
-BEHIND = ("a", "b"), ("A", "B"), (" a", " b"), ("\n", "\t")
+AFTER = ("a", "b"), ("A", "B"), (" a", " b"), ("\n", "\t")
 # Names of tokens that only chat templates write, such as <|user|> and <tool_call|>, with or without the special flag.
 MARKER_NAME = re.compile(r"<[|\uff5c].*>|<.*[|\uff5c]>", re.DOTALL)
 
@@ -61,34 +61,36 @@ def separator_variants(
     bare = special_string.strip()
     start = common_prefix(encode("a"), encode("b"))  # special tokens before every text, such as BOS
     texts = special_string, bare, " " + bare, bare + " "
-    found = {tuple(encode(text)[start:]) for text in texts}
-    found |= {tokens_inside(encode, *parts) for parts in itertools.product(BEFORE, texts, BEHIND)}
+    variants = {tuple(encode(text)[start:]) for text in texts}
+    variants |= {tokens_inside(encode, *parts) for parts in itertools.product(BEFORE, texts, AFTER)}
     # Drop variants that lack a part of the separator because a token joins it with an adjacent character.
-    whole = [
-        one for one in found if bare and decode(list(one)).replace(SENTENCE_PIECE_BLANK, " ").split() == bare.split()
+    complete = [
+        variant
+        for variant in variants
+        if bare and decode(list(variant)).replace(SENTENCE_PIECE_BLANK, " ").split() == bare.split()
     ]
-    if not whole:
-        wrong = f"the special string {special_string!r} encodes to no token of its own"
-        raise InputError(f"{wrong}; set blend_special_str to another one")
-    return longest_first(whole)
+    if not complete:
+        wrong = f"the special string {special_string!r} has no tokens of its own"
+        raise InputError(f"{wrong}; set blend_special_str to another string")
+    return longest_first(complete)
 
 
 def special_tokens(tokenizer: Any) -> frozenset[int]:
     """Return the tokens that are not text. The token for unknown words is left out, because it stands for text."""
-    found = set(tokenizer.all_special_ids)
+    specials = set(tokenizer.all_special_ids)
     # Role markers may have the special flag without being among the tokenizer's named special tokens.
-    found |= {token for token, added in getattr(tokenizer, "added_tokens_decoder", {}).items() if added.special}
-    found |= {token for token, name in added_tokens(tokenizer).items() if MARKER_NAME.fullmatch(name)}
-    return frozenset(found - {getattr(tokenizer, "unk_token_id", None)})
+    specials |= {token for token, added in getattr(tokenizer, "added_tokens_decoder", {}).items() if added.special}
+    specials |= {token for token, name in added_tokens(tokenizer).items() if MARKER_NAME.fullmatch(name)}
+    return frozenset(specials - {getattr(tokenizer, "unk_token_id", None)})
 
 
 def tokens_inside(
-    encode: Callable[[str], Tokens], before: tuple[str, str], text: str, behind: tuple[str, str]
+    encode: Callable[[str], Tokens], before: tuple[str, str], text: str, after: tuple[str, str]
 ) -> tuple[int, ...]:
     """Return the tokens of `text` between two other texts: those that do not depend on the other texts."""
-    whole, other_before, other_behind = (
+    joined, other_before, other_after = (
         encode(left + text + right)
-        for left, right in ((before[0], behind[0]), (before[1], behind[0]), (before[0], behind[1]))
+        for left, right in ((before[0], after[0]), (before[1], after[0]), (before[0], after[1]))
     )
-    start = len(whole) - common_prefix(whole[::-1], other_before[::-1])
-    return tuple(whole[start : common_prefix(whole, other_behind)])
+    start = len(joined) - common_prefix(joined[::-1], other_before[::-1])
+    return tuple(joined[start : common_prefix(joined, other_after)])

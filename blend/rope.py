@@ -21,9 +21,9 @@ def check_rope(parameters: Mapping[str, object]) -> None:
     """Raise `UnsupportedModel` for a RoPE whose keys cannot be moved exactly."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in SHIFT_INVARIANT:
-        why = "its frequencies depend on the length of the prompt, or lmc does not know them"
+        reason = "its frequencies depend on the length of the prompt, or lmc does not know them"
         supported = f"supported: {', '.join(SHIFT_INVARIANT)}"
-        raise UnsupportedModel(f"RoPE of type {kind!r} cannot be re-rotated exactly: {why} ({supported})")
+        raise UnsupportedModel(f"RoPE of type {kind!r} cannot be re-rotated exactly: {reason} ({supported})")
 
 
 def turn_between(old: Turn, new: Turn) -> Turn:

@@ -128,15 +128,15 @@ def _headers(tokens: Tokens, markers: Markers) -> list[tuple[int, tuple[int, ...
 
 def _answers(size: int, headers: Iterable[tuple[int, Tokens]], of_answers: Variants) -> list[range]:
     """Return the ranges of the model's answers, each from the end of its header to the header of the next message."""
-    found: list[range] = []
+    answers: list[range] = []
     start: int | None = None
     for at, header in headers:
         if header in of_answers:
             start = at + len(header) if start is None else start  # An answer may consist of several parts.
         elif start is not None:
-            found.append(range(start, at))
+            answers.append(range(start, at))
             start = None
-    return found if start is None else [*found, range(start, size)]
+    return answers if start is None else [*answers, range(start, size)]
 
 
 def _any_inside(positions: Sequence[int], span: Span) -> bool:

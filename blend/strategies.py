@@ -141,9 +141,9 @@ class RecomputePolicy:
     def __post_init__(self) -> None:
         """Raise `ConfigError` if the policy is invalid."""
         if self.strategy not in STRATEGIES:
-            raise ConfigError(f"blend strategy {self.strategy!r}: use one of {', '.join(STRATEGIES)}")
+            raise ConfigError(f"invalid blend strategy {self.strategy!r}: use one of {', '.join(STRATEGIES)}")
         if not 0 <= self.ratio <= 1:
-            raise ConfigError(f"blend ratio {self.ratio}: it must be between 0 and 1")
+            raise ConfigError(f"invalid blend ratio {self.ratio}: use a number from 0 to 1")
 
 
 BLIND_REUSE = RecomputePolicy(strategy="none", ratio=0.0)

@@ -144,8 +144,8 @@ def _boundaries(tokenizer: Any) -> Iterator[Boundary]:
     """Yield the boundaries that a tokenizer's chat template writes, in all conversations that it accepts."""
     for forms in _conversations():
         for messages, options in forms:
-            given = messages, _in_parts(messages)
-            boundaries = next(filter(None, (_boundaries_of(tokenizer, one, options) for one in given)), None)
+            variants = messages, _in_parts(messages)
+            boundaries = next(filter(None, (_boundaries_of(tokenizer, variant, options) for variant in variants)), None)
             if boundaries:
                 yield from boundaries
                 break
@@ -199,8 +199,8 @@ def _with_tools(calling: str, following: list[str], options: Message) -> Iterato
 
 def _in_parts(messages: list[Message]) -> list[Message]:
     """Return messages whose contents are lists of parts, as some templates of multimodal models require."""
-    texts = ([{"type": "text", "text": one["content"]}] if one["content"] else "" for one in messages)
-    return [{**one, "content": text} for one, text in zip(messages, texts, strict=True)]
+    texts = ([{"type": "text", "text": message["content"]}] if message["content"] else "" for message in messages)
+    return [{**message, "content": text} for message, text in zip(messages, texts, strict=True)]
 
 
 def _boundaries_of(tokenizer: Any, messages: list[Message], options: Message) -> list[Boundary]:
@@ -213,8 +213,8 @@ def _boundaries_of(tokenizer: Any, messages: list[Message], options: Message) ->
 
     def render(other: Content | None = None) -> list[int]:
         texts = {content: OTHER_CONTENT if content is other else CONTENT for content in contents}
-        given = _filled(messages, texts)
-        return list(tokenizer.apply_chat_template(given, tokenize=True, return_dict=False, **options))
+        filled = _filled(messages, texts)
+        return list(tokenizer.apply_chat_template(filled, tokenize=True, return_dict=False, **options))
 
     try:
         chat = render()
@@ -226,17 +226,17 @@ def _boundaries_of(tokenizer: Any, messages: list[Message], options: Message) ->
     if generates:
         ends = [stop for _, stop in written.values()]
         return [Boundary(before=Speaker.OTHERS, after=Speaker.MODEL, tokens=tuple(chat[end:])) for end in ends]
-    # If the template omits an answer, there is no content between its header and the next header.
+    # If the template omits an answer, the next header directly follows the header of the answer.
     if any(written.keys().isdisjoint(_contents(message)) for message in messages):
         return []
-    found: list[Boundary] = []
+    boundaries: list[Boundary] = []
     end, before = 0, None
-    for content, (start, stop) in sorted(written.items(), key=lambda one: one[1]):
+    for content, (start, stop) in sorted(written.items(), key=lambda item: item[1]):
         if start < end:  # The template writes a content several times.
             return []
-        found.append(Boundary(before=before, after=content.speaker, tokens=tuple(chat[end:start])))
+        boundaries.append(Boundary(before=before, after=content.speaker, tokens=tuple(chat[end:start])))
         end, before = stop, content.speaker
-    return found
+    return boundaries
 
 
 def _contents(part: Any) -> Iterator[Content]:
@@ -272,10 +272,12 @@ class _Search:
 
     def __init__(self, tokenizer: Any, markers: frozenset[int], boundaries: list[Boundary]) -> None:
         self._tokenizer, self._markers, self._boundaries = tokenizer, markers, boundaries
-        self._to_answers = [one.tokens for one in boundaries if one.after is Speaker.MODEL and not one.within_answer]
-        self._to_others = [one.tokens for one in boundaries if one.after is Speaker.OTHERS]
+        self._to_answers = [
+            boundary.tokens for boundary in boundaries if boundary.after is Speaker.MODEL and not boundary.within_answer
+        ]
+        self._to_others = [boundary.tokens for boundary in boundaries if boundary.after is Speaker.OTHERS]
         # Tokens before contents of the model, also inside answers.
-        self._to_model = [one.tokens for one in boundaries if one.after is Speaker.MODEL]
+        self._to_model = [boundary.tokens for boundary in boundaries if boundary.after is Speaker.MODEL]
 
     def answers(self) -> list[Header]:
         """Return the headers of answers.
@@ -296,12 +298,12 @@ class _Search:
 
     def messages(self, answers: list[Header]) -> list[Header]:
         """Return the headers of contents that are not answers. Each ends the answer before it."""
-        known = longest_first(answers)
-        after_answers = (one for one in self._boundaries if one.after is Speaker.OTHERS)
+        answer_headers = longest_first(answers)
+        after_answers = (boundary for boundary in self._boundaries if boundary.after is Speaker.OTHERS)
         targets = [
-            _rest(one.tokens, known)
-            for one in after_answers
-            if one.before is Speaker.MODEL or any(occurrences(one.tokens, known))
+            _rest(boundary.tokens, answer_headers)
+            for boundary in after_answers
+            if boundary.before is Speaker.MODEL or any(occurrences(boundary.tokens, answer_headers))
         ]
 
         def matches(tokens: Tokens, header: Header) -> list[bool]:
@@ -318,26 +320,26 @@ class _Search:
 
     def texts(self, headers: list[Header], special: frozenset[int]) -> list[Header]:
         """Return the texts of boundaries that have neither a header nor a special token."""
-        known = longest_first(headers)
+        known_headers = longest_first(headers)
         bare = [
-            one.tokens
-            for one in self._boundaries
-            if one.before and not one.within_answer and special.isdisjoint(one.tokens)
+            boundary.tokens
+            for boundary in self._boundaries
+            if boundary.before and not boundary.within_answer and special.isdisjoint(boundary.tokens)
         ]
-        texts = self._texts([tokens for tokens in bare if not any(occurrences(tokens, known))])
+        texts = self._texts([tokens for tokens in bare if not any(occurrences(tokens, known_headers))])
         return [text for text in texts if not any(_has(tokens, text) for tokens in self._to_model)]
 
     def _chosen(self, targets: list[Header], tells_always: Tells, tells_in_the_end: Tells) -> list[Header]:
         """Return headers so that each target has one, if possible. Uses texts only for targets without a marker."""
         headers, texts = self._headers(targets), self._texts(targets)
         always, texts = [*filter(tells_always, headers)], [*filter(tells_always, texts)]
-        left = list(targets)
+        uncovered = list(targets)
         chosen: list[Header] = []
         for usable in ([*always, *filter(tells_in_the_end, headers)], texts):
-            while any(_has(tokens, header) for tokens in left for header in usable):
-                best = min(usable, key=lambda header: _cost(header, left, header not in always))
+            while any(_has(tokens, header) for tokens in uncovered for header in usable):
+                best = min(usable, key=lambda header: _cost(header, uncovered, header not in always))
                 chosen.append(best)
-                left = [tokens for tokens in left if not _has(tokens, best)]
+                uncovered = [tokens for tokens in uncovered if not _has(tokens, best)]
         return chosen
 
     def _headers(self, targets: list[Header]) -> list[Header]:
@@ -346,7 +348,7 @@ class _Search:
         for tokens in targets:
             for unit in self._units(tokens):
                 by_marker.setdefault(unit[0], []).append(unit)
-        shared = [units[0][: min(common_prefix(units[0], one) for one in units)] for units in by_marker.values()]
+        shared = [units[0][: min(common_prefix(units[0], unit) for unit in units)] for units in by_marker.values()]
         return [*((marker,) for marker in by_marker), *shared, *itertools.chain(*by_marker.values())]
 
     def _units(self, tokens: Tokens) -> Iterator[Header]:
@@ -383,6 +385,6 @@ def _has(tokens: Tokens, header: Header) -> bool:
 
 
 def _rest(tokens: Header, headers: Variants) -> Header:
-    """Return the tokens after the last header; all tokens if there is no header."""
+    """Return the tokens after the last header; all tokens if they have no header."""
     ends = [at + len(match) for at, match in occurrences(tokens, headers)]
     return tokens[ends[-1] if ends else 0 :]

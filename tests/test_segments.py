@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lmc.blend import segments
-from lmc.blend.locate import PLACES, find_text
+from lmc.blend.locate import MAX_MATCHES, find_text
 from lmc.blend.markers import Markers
 from lmc.blend.segments import Span, document_tokens, join, split, without_separators
 from lmc.commands.chat_template import with_documents
@@ -172,7 +172,7 @@ def test_a_text_that_is_nowhere_is_looked_for_in_few_places(words: str, text: st
         return list(tokenizer.encode(text).ids)
 
     assert find_text(array("I", encode(words)), text, encode, decode) is None
-    assert len(decoded) <= 40 * PLACES
+    assert len(decoded) <= 40 * MAX_MATCHES
 
 
 def test_what_the_model_has_said_is_found_among_many_answers() -> None:

@@ -265,7 +265,7 @@ def test_a_device_slab_serves_what_was_read_before() -> None:
     ("ids", "message"),
     [
         ([], "empty"),
-        ([3] * 1025, "1025 tokens, the model takes 1024"),
+        ([3] * 1025, "1025 tokens, but the model accepts at most 1024"),
         ([3, VOCABULARY], "vocabulary"),
         ([3, -1], "vocabulary"),
     ],
@@ -300,7 +300,7 @@ def test_odd_prompts_are_answered_as_full_prefill_would(cached: CachedModel, ids
     ("values", "message"),
     [
         ({"strategy": "qeury"}, "use one of"),
-        ({"strategy": "query", "ratio": 7.0}, "between 0 and 1"),
+        ({"strategy": "query", "ratio": 7.0}, "a number from 0 to 1"),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused(values: dict, message: str) -> None:
@@ -326,7 +326,7 @@ def test_start_refuses_what_cannot_work() -> None:
 
 def test_a_window_bounds_what_can_be_served() -> None:
     cached = CachedModel(random_model("mistral", sliding_window=32), settings(), SEPARATOR)
-    with cached, pytest.raises(InputError, match="the model takes 32"):
+    with cached, pytest.raises(InputError, match="the model accepts at most 32"):
         cached.prefill(random_tokens(33, 1))
 
 
@@ -447,7 +447,7 @@ def test_model_generate_continues_from_a_prefilled_cache(cached: CachedModel, ho
 def test_a_cache_of_other_tokens_is_never_stored(cached: CachedModel) -> None:
     ids = random_tokens(40, 3)
     cache = cached.prefill(ids, "full").cache
-    with pytest.raises(InputError, match="the cache holds 39 tokens"):
+    with pytest.raises(InputError, match="the cache has 39 tokens"):
         cached.keep([*ids, 5, 6], cache)
     assert cached.keep(ids, cache) > 0
     assert stored_prefix(cached, ids) == 39
@@ -847,7 +847,7 @@ def test_a_document_that_does_not_fit_behind_the_primer_stops_no_later_prompt(ca
         cached.prefill(random_tokens(10, 4))
         assert not cached.engine.learning
         (warning,) = (one.getMessage() for one in caplog.records if one.levelname == "WARNING")
-        assert warning.startswith("a document of an earlier prompt is not learned: the document has ")
+        assert warning.startswith("a document of an earlier prompt was not learned: the document has ")
         assert len(cached.generate(ids, max_new_tokens=1)[0]) == 1
 
 

@@ -18,7 +18,7 @@ ONE_SEQUENCE = {
 }
 
 
-def checked_tokens(token_ids: Any, what: str, positions: int, vocabulary: int) -> list[int]:
+def checked_tokens(token_ids: Any, name: str, positions: int, vocabulary: int) -> list[int]:
     """Return token ids as integers. Raises `InputError` if they are not one valid prompt of the model.
 
     `token_ids` is a list, or an array or tensor of shape `[T]` or `[1, T]`. Tokenizers return `[1, T]`.
@@ -29,14 +29,14 @@ def checked_tokens(token_ids: Any, what: str, positions: int, vocabulary: int) -
     try:
         tokens = [operator.index(token) for token in listed]
     except TypeError as error:
-        wanted = "must be a sequence of integer token ids, one prompt at a time"
-        raise InputError(f"the {what} {wanted}: {error}") from error
+        reason = "must be a sequence of integer token ids, one prompt at a time"
+        raise InputError(f"the {name} {reason}: {error}") from error
     if not tokens:
-        raise InputError(f"the {what} is empty")
+        raise InputError(f"the {name} is empty")
     if len(tokens) > positions:
-        raise InputError(f"the {what} has {len(tokens)} tokens, the model takes {positions}")
+        raise InputError(f"the {name} has {len(tokens)} tokens, but the model accepts at most {positions}")
     if min(tokens) < 0 or max(tokens) >= vocabulary:
-        raise InputError(f"the {what} has tokens outside of the vocabulary of {vocabulary}")
+        raise InputError(f"the {name} has tokens outside the vocabulary of {vocabulary} tokens")
     return tokens
 
 
@@ -47,7 +47,9 @@ def checked_markers(separators: Markers | Sequence[int], vocabulary: int) -> Mar
     try:
         return Markers(separators=(tuple(checked_tokens(separators, "separator", len(separators), vocabulary)),))
     except (TypeError, InputError) as error:
-        raise ConfigError(f"separators {separators} must be markers or the token ids of one: {error}") from error
+        raise ConfigError(
+            f"invalid separators {separators}: use `Markers`, or the token ids of one separator ({error})"
+        ) from error
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -55,4 +57,4 @@ def check_options(options: Mapping[str, Any]) -> None:
     refused = [name for name, fine in ONE_SEQUENCE.items() if options.get(name, fine) != fine]
     if refused:
         names = ", ".join(refused)
-        raise InputError(f"generate: {names} cannot be used here; call model.generate on a prefilled cache yourself")
+        raise InputError(f"generate does not support {names}: call model.generate with a prefilled cache instead")

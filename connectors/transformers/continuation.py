@@ -12,37 +12,37 @@ from lmc.connectors.transformers.model import CachedModel
 from lmc.connectors.transformers.report import Prefilled
 
 
-def greedy_answer(cached: CachedModel, prompt: Sequence[int], done: Prefilled, limit: int) -> list[int]:
+def greedy_answer(cached: CachedModel, prompt: Sequence[int], prefilled: Prefilled, limit: int) -> list[int]:
     """Return the most likely next tokens: at most `limit` tokens, up to and including the model's end token.
 
     The model's own defaults for generation, such as a repetition penalty, are not used.
     """
     ends = cached.model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
-    answer = [int(done.logits.argmax())]
-    given = [prompt[-1], answer[0]]  # The cache ends before the prompt's last token.
+    answer = [int(prefilled.logits.argmax())]
+    new = [prompt[-1], answer[0]]  # The cache ends before the prompt's last token.
     while len(answer) < limit and answer[-1] not in ends:
-        answer.append(int(forward(cached.model, given, done.cache).logits[0, -1].argmax()))
-        given = answer[-1:]
-    _shorten(done, len(prompt) - 1)
+        answer.append(int(forward(cached.model, new, prefilled.cache).logits[0, -1].argmax()))
+        new = answer[-1:]
+    _shorten(prefilled, len(prompt) - 1)
     return answer
 
 
 def log_probabilities(
-    cached: CachedModel, prompt: Sequence[int], done: Prefilled, answer: Sequence[int]
+    cached: CachedModel, prompt: Sequence[int], prefilled: Prefilled, answer: Sequence[int]
 ) -> torch.Tensor:
     """Return log-probabilities `[A, V]` for the A tokens of an answer, each after the prompt and earlier tokens."""
-    logits = forward(cached.model, [prompt[-1], *answer[:-1]], done.cache, logits=0).logits[0]
-    _shorten(done, len(prompt) - 1)
+    logits = forward(cached.model, [prompt[-1], *answer[:-1]], prefilled.cache, logits=0).logits[0]
+    _shorten(prefilled, len(prompt) - 1)
     return torch.log_softmax(logits.float(), dim=-1)
 
 
-def divergence(full: torch.Tensor, other: torch.Tensor) -> float:
+def divergence(full: torch.Tensor, approximate: torch.Tensor) -> float:
     """Return KL(full ‖ other) of log-probabilities `[A, V]`, in nats: the mean over the A tokens."""
-    return float((full.exp() * (full - other)).sum(-1).mean())
+    return float((full.exp() * (full - approximate)).sum(-1).mean())
 
 
-def _shorten(done: Prefilled, length: int) -> None:
+def _shorten(prefilled: Prefilled, length: int) -> None:
     """Remove all tokens after the first `length` tokens from the cache."""
-    if extra := done.cache.get_seq_length() - length:
-        done.cache.crop(-extra)
+    if extra := prefilled.cache.get_seq_length() - length:
+        prefilled.cache.crop(-extra)

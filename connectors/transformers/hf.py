@@ -16,7 +16,7 @@ from lmc.engine.identity import checkpoint_files, identity_of_files, identity_of
 from lmc.errors import InputError, UnsupportedModel
 from lmc.shapes import KVShape
 
-MISSING = "there is no such directory"
+MISSING = "the directory does not exist"
 
 
 def _is_missing(name: str | Path) -> bool:
@@ -25,10 +25,10 @@ def _is_missing(name: str | Path) -> bool:
     return not path.is_dir() and (path.is_absolute() or len(path.parts) > 2)
 
 
-def _said(name: str | Path, error: Exception) -> str:
+def _message(name: str | Path, error: Exception) -> str:
     """Return the library's error as one line; it also says if the directory does not exist."""
     first = str(error).splitlines()[0]
-    return first if Path(name).is_dir() else f"{MISSING}, and on the hub: {first}"
+    return first if Path(name).is_dir() else f"{MISSING}, and the hub reports: {first}"
 
 
 def load(name: str | Path) -> tuple[Any, Any]:
@@ -40,7 +40,7 @@ def load(name: str | Path) -> tuple[Any, Any]:
         model = AutoModelForCausalLM.from_pretrained(str(name), dtype="auto")
         return model.eval(), AutoTokenizer.from_pretrained(str(name))
     except (OSError, ValueError, SafetensorError) as error:
-        raise UnsupportedModel(f"cannot load a causal language model from {name}: {_said(name, error)}") from error
+        raise UnsupportedModel(f"cannot load a causal language model from {name}: {_message(name, error)}") from error
 
 
 def kv_shape(name: str | Path, dtype: str | None = None) -> KVShape:
@@ -48,22 +48,22 @@ def kv_shape(name: str | Path, dtype: str | None = None) -> KVShape:
 
     Raises `InputError` if the configuration lacks the sizes, or if the dtype does not exist.
     """
-    wanted = getattr(torch, dtype, None) if dtype else None
-    if dtype and not isinstance(wanted, torch.dtype):
-        raise InputError(f"{dtype} is no dtype: give one such as bfloat16")
+    torch_dtype = getattr(torch, dtype, None) if dtype else None
+    if dtype and not isinstance(torch_dtype, torch.dtype):
+        raise InputError(f"invalid dtype {dtype}: use one such as bfloat16")
     if _is_missing(name):
         raise InputError(f"cannot read a model's configuration in {name}: {MISSING}")
     try:
-        found = AutoConfig.from_pretrained(str(name))
-        heads = found.num_attention_heads
+        config = AutoConfig.from_pretrained(str(name))
+        heads = config.num_attention_heads
         return KVShape(
-            layers=found.num_hidden_layers,
-            kv_heads=getattr(found, "num_key_value_heads", None) or heads,
-            head_dim=getattr(found, "head_dim", None) or found.hidden_size // heads,
-            dtype=wanted or found.dtype or torch.bfloat16,
+            layers=config.num_hidden_layers,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            dtype=torch_dtype or config.dtype or torch.bfloat16,
         )
     except (OSError, ValueError, AttributeError) as error:
-        raise InputError(f"cannot read the sizes of the model {name}: {_said(name, error)}") from error
+        raise InputError(f"cannot read the sizes of the model {name}: {_message(name, error)}") from error
 
 
 def tokenizer_of(name: str | Path) -> Any:
@@ -73,15 +73,15 @@ def tokenizer_of(name: str | Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(name))
     except (OSError, ValueError) as error:
-        raise InputError(f"cannot read the tokenizer of {name}: {_said(name, error)}") from error
+        raise InputError(f"cannot read the tokenizer of {name}: {_message(name, error)}") from error
 
 
 def chat_template(name: str | Path) -> str:
     """Return a model's chat template. Raises `InputError` if it cannot be read, or if there is not exactly one."""
-    found = tokenizer_of(name).chat_template
-    if not isinstance(found, str):
-        raise InputError(f"{name} has no chat template, or several: give the one to use with --template")
-    return found
+    template = tokenizer_of(name).chat_template
+    if not isinstance(template, str):
+        raise InputError(f"{name} has no chat template, or several: use --template")
+    return template
 
 
 def cache_argument(model: Any) -> str:

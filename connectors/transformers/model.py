@@ -133,7 +133,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         """
         document = self._checked(document_ids, "document", behind=len(self.engine.prefix))
         if special := self.markers.special.intersection(document):
-            wrong = f"the document has the special tokens {sorted(special)}, and would never be found in a prompt"
+            wrong = f"the document has the special tokens {sorted(special)}, and would never match in a prompt"
             raise InputError(f"{wrong}: encode it with add_special_tokens=False")
         if not self.engine.fits(len(document)):
             raise InputError(f"a document of {len(document)} tokens does not fit into memory: raise max_local_cpu_size")
@@ -141,8 +141,8 @@ class CachedModel(AbstractContextManager["CachedModel"]):
             return 0
         started = time.perf_counter()
         behind, cache = len(self.engine.prefix), cache_of(self._prefix_kv)
-        done = rows_of(prefilled(self.model, document, cache))
-        kv = [(keys[behind:], values[behind:]) for keys, values in done]
+        rows = rows_of(prefilled(self.model, document, cache))
+        kv = [(keys[behind:], values[behind:]) for keys, values in rows]
         self._note_speed(len(document), 0, started)
         self.engine.store.flush()  # A full write queue would drop chunks.
         namespace = self.engine.namespace(RecordKind.DOCUMENT, self._salt)
@@ -152,18 +152,18 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         """Learn the documents between the separators of a prompt; return the number of new chunks."""
         # The prompt may be longer than the model allows, because each document is computed separately.
         prompt = checked_tokens(prompt_ids, "prompt", sys.maxsize, self.layers.vocabulary)
-        return sum(self.learn(prompt[one.start : one.stop]) for one in split(prompt, self.markers).documents)
+        return sum(self.learn(prompt[span.start : span.stop]) for span in split(prompt, self.markers).documents)
 
     def learn_pending(self) -> int:
         """Learn the queued documents, such as unknown documents of earlier prompts; return how many were queued."""
-        own, count = self.engine.namespace(RecordKind.DOCUMENT, self._salt), len(self.engine.learning)
+        namespace, count = self.engine.namespace(RecordKind.DOCUMENT, self._salt), len(self.engine.learning)
         for _ in range(count):
             document = self.engine.learning.take()
-            if document is not None and document.namespace == own:
+            if document is not None and document.namespace == namespace:
                 try:
                     self.learn(document.tokens, document.name)
                 except InputError as error:  # The document came with an earlier prompt, so the current call goes on.
-                    log.warning("a document of an earlier prompt is not learned: %s", error)
+                    log.warning("a document of an earlier prompt was not learned: %s", error)
         return count
 
     def knows(self, document_ids: Sequence[int]) -> bool:
@@ -179,12 +179,14 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         `"reuse"`, which is approximate, and for a cache of other tokens.
         """
         if getattr(cache, "lmc_approximate", False):
-            raise InputError("this cache was blended or blindly reused: it must not be stored as exact")
-        tokens, held = self._checked(token_ids, "prompt"), cache.get_seq_length()
-        if not held or cache.layers[0].keys.shape[0] != 1 or held not in (len(tokens) - 1, len(tokens)):
-            there = f"{held} tokens of {len(cache.layers[0].keys)} sequences" if held else "nothing"
-            raise InputError(f"the cache holds {there}, which are not these {len(tokens)} tokens")
-        return self._store_exact(tokens[:held], rows_of(cache))
+            raise InputError("a cache of how='blend' or 'reuse' is approximate: store one of how='exact' or 'full'")
+        tokens, length = self._checked(token_ids, "prompt"), cache.get_seq_length()
+        if not length or cache.layers[0].keys.shape[0] != 1 or length not in (len(tokens) - 1, len(tokens)):
+            contents = f"{length} tokens of {len(cache.layers[0].keys)} sequences" if length else "no tokens"
+            raise InputError(
+                f"the cache has {contents}, but {len(tokens)} tokens were given: pass the tokens of this cache"
+            )
+        return self._store_exact(tokens[:length], rows_of(cache))
 
     # -- prefilling --------------------------------------------------------------------------------------------------
 
@@ -203,7 +205,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         vocabulary. Raises `ConfigError` for "blend" and "reuse" if the settings disable blending.
         """
         if how not in ("blend", "reuse", "exact", "full"):
-            raise InputError(f"how={how!r}: use 'blend', 'reuse', 'exact' or 'full'")
+            raise InputError(f"invalid how={how!r}: use 'blend', 'reuse', 'exact' or 'full'")
         if how in ("blend", "reuse") and not self.settings.enable_blending:
             raise ConfigError(f"how={how!r} needs enable_blending: true in the settings")
         prompt = self._checked(prompt_ids, "prompt")
@@ -215,7 +217,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
             try:
                 return self._prefill(prompt, how, policy, started, lost)
             except ChunkLost as error:
-                log.warning("%s; the prompt is prefilled without them", error)
+                log.warning("%s; the prompt will be prefilled without them", error)
                 lost.update(map(ChunkKey, error.keys))
 
     def generate(self, prompt_ids: Sequence[int], how: How = "blend", **options: Any) -> tuple[list[int], Report]:
@@ -225,16 +227,20 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         tokens is stored too, so that the next turn of a conversation reuses it.
         """
         check_options(options)
-        done = self.prefill(prompt_ids, how)
+        prefilled_prompt = self.prefill(prompt_ids, how)
         prompt = self._checked(prompt_ids, "prompt")
         ids = torch.tensor([prompt], device=self.layers.device)
-        options = {"attention_mask": torch.ones_like(ids), cache_argument(self.model): done.cache, **options}
+        options = {
+            "attention_mask": torch.ones_like(ids),
+            cache_argument(self.model): prefilled_prompt.cache,
+            **options,
+        }
         out = self.model.generate(input_ids=ids, **options)[0].tolist()
         if how == "exact" and self.settings.save_decode_cache:
-            held = min(done.cache.get_seq_length(), self.layers.positions)
-            self._store_exact(out[:held], rows_of(done.cache))
+            length = min(prefilled_prompt.cache.get_seq_length(), self.layers.positions)
+            self._store_exact(out[:length], rows_of(prefilled_prompt.cache))
         self.learn_pending()
-        return out[len(prompt) :], done.report
+        return out[len(prompt) :], prefilled_prompt.report
 
     def _prefill(
         self, prompt: list[int], how: How, policy: RecomputePolicy, started: float, lost: set[ChunkKey]
@@ -281,11 +287,11 @@ class CachedModel(AbstractContextManager["CachedModel"]):
 
     def _blended(self, prompt: list[int], question: int, plan: Plan, policy: RecomputePolicy) -> Computed:
         length, loaded, begun = len(prompt), Counter[str](), time.perf_counter()
-        given = BlendInput(length=length, stop=length, question=question, placements=plan.pieces)
+        blend_input = BlendInput(length=length, stop=length, question=question, placements=plan.pieces)
         with closing(self.engine.layers(plan.pieces, self.layers.shape, loaded)) as reader:
             canvas = DenseCanvas(self.layers, prompt, plan.pieces, reader)
             try:
-                result = Blender(canvas, given, policy).run()
+                result = Blender(canvas, blend_input, policy).run()
                 next(reader, None)  # The reader checks at its end that no slot was given to another chunk.
             finally:
                 # All copies must have ended here, because other chunks may get the slots after this.
@@ -337,7 +343,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
             views = [store.view(slot) for slot in begun]
             for layer, (keys, values) in enumerate(kv if begun else ()):
                 raw = [(view[layer], slot.meta.tokens) for view, slot in zip(views, begun, strict=True)]
-                self._kernels.spread(keys, values, [shape.part(*one) for one in raw], firsts)
+                self._kernels.spread(keys, values, [shape.part(*part) for part in raw], firsts)
             settle(self.layers.device)
             store.commit(begun)
             filled = True
@@ -364,7 +370,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         try:
             prove_model(self.model, self.layers)
         except UnsupportedModel as error:
-            log.error("blending is off: %s", error)
+            log.error("blending was switched off: %s", error)
             return "blending is off: the self-test failed for this model"
         return ""
 
@@ -381,5 +387,5 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         settle(self.layers.device)
         return time.perf_counter() - started
 
-    def _checked(self, token_ids: Sequence[int], what: str, behind: int = 0) -> list[int]:
-        return checked_tokens(token_ids, what, self.layers.positions - behind, self.layers.vocabulary)
+    def _checked(self, token_ids: Sequence[int], name: str, behind: int = 0) -> list[int]:
+        return checked_tokens(token_ids, name, self.layers.positions - behind, self.layers.vocabulary)

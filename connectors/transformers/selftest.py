@@ -8,7 +8,16 @@ from transformers import DynamicCache
 
 from lmc.blend.canvas import KV
 from lmc.blend.segments import Placement
-from lmc.blend.selftest import ASKING, MOVED, TOKENS, check, difference, prove, random_prompt, rehearse
+from lmc.blend.selftest import (
+    DOCUMENT_POSITION,
+    PROMPT_TOKENS,
+    QUESTION_SIZE,
+    check,
+    difference,
+    prove,
+    random_prompt,
+    rehearse,
+)
 from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.hf import forward, rows_of
 from lmc.connectors.transformers.layers import DecoderLayers
@@ -17,19 +26,24 @@ from lmc.errors import UnsupportedModel
 
 def prove_model(model: Any, layers: DecoderLayers) -> None:
     """Raise `UnsupportedModel` if lmc's layers compute different keys, values or logits than the model itself."""
-    if layers.positions < TOKENS:
-        raise UnsupportedModel(f"the model takes {layers.positions} tokens, and the self-test needs {TOKENS}")
+    if layers.positions < PROMPT_TOKENS:
+        raise UnsupportedModel(f"the model accepts {layers.positions} tokens, but the self-test needs {PROMPT_TOKENS}")
     tokens = random_prompt(layers.vocabulary)
     with torch.inference_mode():
         (whole, wanted), (in_two, again), (alone, _) = (
-            _prefill(model, chunks) for chunks in ([tokens], [tokens[:MOVED], tokens[MOVED:]], [tokens[MOVED:]])
+            _prefill(model, chunks)
+            for chunks in (
+                [tokens],
+                [tokens[:DOCUMENT_POSITION], tokens[DOCUMENT_POSITION:]],
+                [tokens[DOCUMENT_POSITION:]],
+            )
         )
-        placement = Placement(at=MOVED, tokens=TOKENS - MOVED, first=0)
+        placement = Placement(at=DOCUMENT_POSITION, tokens=PROMPT_TOKENS - DOCUMENT_POSITION, first=0)
         parts = ((layer, [torch.stack(kv)]) for layer, kv in enumerate(alone))
         canvas = DenseCanvas(layers, tokens, [], iter(()))
         prove(canvas, DenseCanvas(layers, tokens, [placement], parts), whole, in_two)
         if layers.device.type == "cuda":  # Nothing is compiled for a CPU.
-            moved = Placement(at=MOVED, tokens=TOKENS - MOVED - ASKING, first=0)
+            moved = Placement(at=DOCUMENT_POSITION, tokens=PROMPT_TOKENS - DOCUMENT_POSITION - QUESTION_SIZE, first=0)
             stored = [torch.stack(kv)[:, : moved.tokens] for kv in alone]
             rehearse(
                 lambda: DenseCanvas(layers, tokens, [moved], ((layer, [kv]) for layer, kv in enumerate(stored))), moved

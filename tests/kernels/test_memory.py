@@ -15,7 +15,7 @@ from watching import MetaBlender, kernels_without_values
 
 from lmc.blend.kernels.choice import kernels_of
 from lmc.blend.staging import SIDES
-from lmc.connectors.vllm.worker.memory import UNUSED, memory_for
+from lmc.connectors.vllm.worker.memory import UNUSED_BYTES, memory_for
 from lmc.connectors.vllm.worker.native import NativeLayers
 
 ROWS = 2048  # of a full batch
@@ -83,5 +83,5 @@ def test_a_blend_takes_no_more_than_its_ranks_ask_for(monkeypatch, layers, docum
     part = documents * size * over.shape.token_bytes
     taken = peak.bytes - over.depth * part  # less what is stored, which is not on the GPU
     # On a CPU there is no stream to copy stored parts on, and so there are no buffers for them.
-    estimated = memory_for(over, canvas._job) - SIDES * part - UNUSED
+    estimated = memory_for(over, canvas._job) - SIDES * part - UNUSED_BYTES
     assert taken <= batch_bytes(canvas) + estimated

@@ -9,7 +9,7 @@ from watching import KERNELS, watch_kernels
 from lmc.blend import selftest
 from lmc.blend.kernels import attention_triton
 from lmc.blend.segments import Placement
-from lmc.blend.selftest import ASKING, MOVED, TOKENS, rehearse
+from lmc.blend.selftest import DOCUMENT_POSITION, PROMPT_TOKENS, QUESTION_SIZE, rehearse
 from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.layers import DecoderLayers
 
@@ -21,12 +21,12 @@ def test_a_rehearsal_runs_every_kernel(monkeypatch, layers):
     monkeypatch.setattr(selftest, "LONGEST", 120)
     monkeypatch.setattr(attention_triton, "SHARE", 16)
     watch, model = watch_kernels(monkeypatch), DecoderLayers(random_model(layers=layers))
-    document = Placement(at=MOVED, tokens=TOKENS - MOVED - ASKING, first=0)
+    document = Placement(at=DOCUMENT_POSITION, tokens=PROMPT_TOKENS - DOCUMENT_POSITION - QUESTION_SIZE, first=0)
     part = torch.randn(2, document.tokens, model.shape.kv_heads, model.shape.head_dim)
 
     def canvas():
         reader = ((layer, [part]) for layer in range(layers))
-        return DenseCanvas(model, random_tokens(TOKENS, 0), [document], reader)
+        return DenseCanvas(model, random_tokens(PROMPT_TOKENS, 0), [document], reader)
 
     paid, scored = attention_triton._paid, set()
 
