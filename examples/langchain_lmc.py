@@ -1,6 +1,6 @@
-"""RAG with LangChain: a retriever, a prompt with the documents where lmc finds them, and a chat model.
+"""RAG with LangChain: a retriever, a prompt that separates the documents for lmc, and a chat model.
 
-    lmc learn DOCUMENTS --url http://localhost:8000        # once, so that first requests are quick too
+    lmc learn DOCUMENTS --url http://localhost:8000        # once, so that first requests are also fast
     python examples/langchain_lmc.py DOCUMENTS "QUESTION" [http://localhost:8000]
 
 DOCUMENTS is a directory of .txt files. Needs lmc, `pip install langchain-openai bm25s`, and the server of
@@ -39,13 +39,13 @@ class BM25(BaseRetriever):
 
     def _get_relevant_documents(self, query: str, **_: Any) -> list[Document]:
         words = bm25s.tokenize(query, show_progress=False)
-        found, _ = self.index.retrieve(words, k=min(TOP, len(self.texts)), show_progress=False)
-        return [Document(self.texts[i]) for i in found[0]]
+        ranked, _ = self.index.retrieve(words, k=min(TOP, len(self.texts)), show_progress=False)
+        return [Document(self.texts[i]) for i in ranked[0]]
 
 
-def prompt(given: dict[str, Any]) -> list[dict[str, str]]:
-    texts = [document.page_content for document in given["documents"]]
-    return messages("Answer from the documents.", texts, given["question"], intro="Here they are.")
+def prompt(inputs: dict[str, Any]) -> list[dict[str, str]]:
+    texts = [document.page_content for document in inputs["documents"]]
+    return messages("Answer from the documents.", texts, inputs["question"], intro="Here they are.")
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def main() -> None:
     key = os.environ.get("OPENAI_API_KEY", "none")
     texts = [path.read_text() for path in sorted(Path(folder).glob("*.txt"))]
     if not texts:
-        sys.exit(f"there are no .txt files in {folder}")
+        sys.exit(f"{folder} has no .txt files: use a directory of text files")
     retriever = BM25.of(texts)
     model = ChatOpenAI(
         base_url=f"{url}/v1",
@@ -69,11 +69,11 @@ def main() -> None:
     print(answer.content)
     usage = answer.usage_metadata or {}
     cached = usage.get("input_token_details", {}).get("cache_read", 0)
-    print(f"{cached} of {usage.get('input_tokens')} tokens of the prompt came from the cache")
+    print(f"{cached} of {usage.get('input_tokens')} prompt tokens came from the cache")
 
 
 if __name__ == "__main__":
     try:
         main()
     except OpenAIError as error:
-        sys.exit(f"the server does not answer as it should: {error} Is it running, and is its address right?")
+        sys.exit(f"the request failed: {error} Is the server running at this address?")

@@ -1,4 +1,4 @@
-"""Prefill and decode apart: one vLLM server computes a prompt, and another one answers it from the same `lmc serve`.
+"""Separates prefill and decode: one vLLM server computes a prompt, and another one answers, with the same `lmc serve`.
 
     python examples/prefill_decode.py "PROMPT" --prefill http://localhost:8000 --decode http://localhost:8001
 
@@ -15,14 +15,20 @@ from openai import OpenAI, OpenAIError
 
 
 def read_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Let one vLLM server compute a prompt, and another one answer it.")
+    parser = argparse.ArgumentParser(
+        description="Compute a prompt in one vLLM server, and generate the answer in another."
+    )
     text = parser.add_mutually_exclusive_group(required=True)
-    text.add_argument("prompt", nargs="?", help="the text of the prompt")
-    text.add_argument("--file", type=Path, help="a file with the prompt, instead of the text")
-    parser.add_argument("--prefill", metavar="URL", default="http://localhost:8000", help="where prompts are computed")
-    parser.add_argument("--decode", metavar="URL", default="http://localhost:8001", help="where answers are generated")
-    parser.add_argument("--model", help="the model's name; by default the first one of the second server")
-    parser.add_argument("--max-tokens", type=int, default=64, help="of the answer")
+    text.add_argument("prompt", nargs="?", help="text of the prompt")
+    text.add_argument("--file", type=Path, help="file with the prompt, instead of the text")
+    parser.add_argument(
+        "--prefill", metavar="URL", default="http://localhost:8000", help="server that computes prompts"
+    )
+    parser.add_argument(
+        "--decode", metavar="URL", default="http://localhost:8001", help="server that generates answers"
+    )
+    parser.add_argument("--model", help="name of the model; by default the first model of the second server")
+    parser.add_argument("--max-tokens", type=int, default=64, help="maximum number of tokens of the answer")
     return parser.parse_args()
 
 
@@ -31,21 +37,21 @@ def client(url: str) -> OpenAI:
 
 
 def main() -> None:
-    given = read_arguments()
-    prompt = given.file.read_text() if given.file else given.prompt
-    with client(given.prefill) as prefill, client(given.decode) as decode:
-        model = given.model or decode.models.list().data[0].id
+    arguments = read_arguments()
+    prompt = arguments.file.read_text() if arguments.file else arguments.prompt
+    with client(arguments.prefill) as prefill, client(arguments.decode) as decode:
+        model = arguments.model or decode.models.list().data[0].id
 
         # 1. One token has to be generated, so that the whole prompt is computed. Its KV is stored when this returns, or
         # a step of the engine later.
         prefill.completions.create(model=model, prompt=prompt, max_tokens=1, temperature=0)
 
-        # 2. The second server finds the KV in the memory that both share. What is not there yet, it computes itself.
+        # 2. The second server finds the KV in the shared memory, and computes the tokens that are not stored yet.
         started, first, usage = time.perf_counter(), 0.0, None
         for part in decode.completions.create(
             model=model,
             prompt=prompt,
-            max_tokens=given.max_tokens,
+            max_tokens=arguments.max_tokens,
             temperature=0,
             stream=True,
             stream_options={"include_usage": True},
@@ -62,4 +68,4 @@ if __name__ == "__main__":
     try:
         main()
     except OpenAIError as error:
-        sys.exit(f"a server does not answer as it should: {error} Are both running, and are their addresses right?")
+        sys.exit(f"a request failed: {error} Are both servers running at these addresses?")

@@ -1,6 +1,6 @@
-"""RAG through a chat API: BM25 finds the documents, and `lmc.rag.messages` puts them where lmc finds them.
+"""RAG through a chat API: BM25 finds the documents, and `lmc.rag.messages` separates them for lmc.
 
-    lmc learn DOCUMENTS --url http://localhost:8000        # once, so that first requests are quick too
+    lmc learn DOCUMENTS --url http://localhost:8000        # once, so that first requests are also fast
     python examples/rag_chat.py DOCUMENTS "QUESTION" [http://localhost:8000]
 
 DOCUMENTS is a directory of .txt files. Needs lmc, `pip install openai bm25s`, and the server of serve_vllm.md.
@@ -22,17 +22,17 @@ if len(sys.argv) < 3:
 folder, question, url = [*sys.argv[1:], "http://localhost:8000"][:3]
 texts = [path.read_text() for path in sorted(Path(folder).glob("*.txt"))]
 if not texts:
-    sys.exit(f"there are no .txt files in {folder}")
+    sys.exit(f"{folder} has no .txt files: use a directory of text files")
 index = bm25s.BM25()
 index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
 query = bm25s.tokenize(question, show_progress=False)
-found, _ = index.retrieve(query, k=min(TOP, len(texts)), show_progress=False)
-chat = messages("Answer from the documents.", [texts[i] for i in found[0]], question, intro="Here they are.")
+ranked, _ = index.retrieve(query, k=min(TOP, len(texts)), show_progress=False)
+chat = messages("Answer from the documents.", [texts[i] for i in ranked[0]], question, intro="Here they are.")
 try:
     with OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("OPENAI_API_KEY", "none")) as client:
         model = client.models.list().data[0].id
         answer = client.chat.completions.create(model=model, messages=chat, max_tokens=64, temperature=0)
 except OpenAIError as error:
-    sys.exit(f"the server does not answer as it should: {error} Is it running, and is its address right?")
+    sys.exit(f"the request failed: {error} Is the server running at this address?")
 print(answer.choices[0].message.content)
-print(getattr(answer, "kv_transfer_params", None) or "lmc had nothing to do")
+print(getattr(answer, "kv_transfer_params", None) or "lmc reported no reuse")

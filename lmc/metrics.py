@@ -37,53 +37,56 @@ class Name:
 
 
 OF_STORES = (
-    Name("hits", "chunks that were found, by place", ("place",)),
-    Name("misses", "chunks that were wanted and not found, or had no room"),
-    Name("bytes", "bytes read from and written to a tier", ("tier", "direction")),
+    Name("hits", "lookups of chunks that found the chunk, by tier", ("place",)),
+    Name("misses", "lookups of chunks that found nothing, or no free slot"),
+    Name("bytes", "bytes read from or written to a tier", ("tier", "direction")),
     Name("seconds", "time spent in a tier, summed over threads", ("tier", "direction")),
     Name("written_chunks", "chunks stored on a tier", ("tier",)),
-    Name("dropped_writes", "chunks that no tier has stored: the write queue was full, or the tier was not usable"),
-    Name("failures", "operations that a tier failed at, each a miss or a write that did not happen", ("tier",)),
-    Name("corrupt_records", "records whose bytes were not what had been written, each a miss", ("tier",)),
-    Name("no_room", "chunks for which no slot of the memory was free or could be freed"),
-    Name("evictions", "chunks evicted, by place", ("place",)),
-    Name("document_evictions", "chunks of documents evicted, by place; part of evictions", ("place",)),
-    Name("write_queue_depth", "chunks that wait to be copied or written", gauge=True),
-    Name("chunks", "chunks that are in a place now", ("place",), gauge=True),
-    Name("chunk_tokens", "tokens of the chunks that are in a place now", ("place",), gauge=True),
-    Name("tier_usable", "1, or 0 while a tier that keeps failing is left alone", ("tier",), gauge=True),
+    Name(
+        "dropped_writes",
+        "chunks that were not written to a tier, because the write queue was full or the tier was unusable",
+    ),
+    Name("failures", "failed operations of a tier; each is a miss or a lost write", ("tier",)),
+    Name("corrupt_records", "records whose bytes differed from the written bytes; each is a miss", ("tier",)),
+    Name("no_room", "chunks without a memory slot, because no slot was free or evictable"),
+    Name("evictions", "evicted chunks, by tier", ("place",)),
+    Name("document_evictions", "evicted chunks of documents, by tier; included in evictions", ("place",)),
+    Name("write_queue_depth", "chunks waiting to be written to tiers", gauge=True),
+    Name("chunks", "chunks in a tier now", ("place",), gauge=True),
+    Name("chunk_tokens", "tokens of the chunks in a tier now", ("place",), gauge=True),
+    Name("tier_usable", "1 if a tier is usable, 0 while it is skipped after repeated failures", ("tier",), gauge=True),
 )
 
 OF_REQUESTS = (  # A vLLM server counts all of them; `Prefills` of the transformers connector counts some.
-    Name("requests", "requests seen"),
+    Name("requests", "requests that arrived at lmc"),
     Name("loads", "requests for which exact pages were loaded"),
-    Name("loads_skipped", "loads that were not begun because computing was expected to be faster"),
+    Name("loads_skipped", "requests whose load was skipped, because prefill was expected to be faster"),
     Name("blends", "requests whose documents were blended"),
-    Name("blends_continued", "requests that went on from an earlier blend in the engine's own cache"),
-    Name("backfills", "blended conversations that were computed exactly while the engine was idle"),
+    Name("blends_continued", "requests that continued from an earlier blend in the engine's own cache"),
+    Name("backfills", "blended conversations recomputed exactly while the engine was idle"),
     Name("blends_skipped", "requests that were not blended because prefill was expected to be faster"),
-    Name("refused", "requests served exactly although they asked for more"),
-    Name("errors", "errors of lmc that its guard has caught, by hook of the engine", ("hook",)),
-    Name("switched_off", "1 if lmc has switched itself off after errors", gauge=True),
-    Name("failed_loads", "loads that failed and were computed by the engine instead"),
+    Name("refused", "requests served without the blend or the learning that they requested"),
+    Name("errors", "errors of lmc that its guard caught, by hook of the engine", ("hook",)),
+    Name("switched_off", "1 if lmc switched itself off after errors, else 0", gauge=True),
+    Name("failed_loads", "failed loads, which the engine computed instead"),
     *(Name(f"tokens_from_{place.name}", f"tokens whose KV came from {place.title}") for place in PLACES),
-    Name("token_layers", "tokens computed by blends, times layers"),
-    Name("stored_chunks", "chunks stored"),
-    Name("stored_tokens", "tokens stored"),
-    Name("documents_known", "documents of prompts that were stored"),
-    Name("documents_unknown", "documents of prompts that were not stored"),
+    Name("token_layers", "tokens computed by blends, summed over layers"),
+    Name("stored_chunks", "chunks stored by requests"),
+    Name("stored_tokens", "tokens stored by requests"),
+    Name("documents_known", "documents in prompts that were already stored"),
+    Name("documents_unknown", "documents in prompts that were not stored"),
     Name("documents_learned", "documents learned"),
-    Name("capacity_tokens", "tokens of documents that fit into a place", ("place",), gauge=True),
-    Name("layers", "layers of the model: what to divide token_layers by", gauge=True),
+    Name("capacity_tokens", "document tokens that fit into a tier", ("place",), gauge=True),
+    Name("layers", "layers of the model, the divisor of token_layers", gauge=True),
 )
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 TOKENS = (0.0, 64.0, 256.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 131072.0)
 HISTOGRAMS = (  # of requests to a vLLM server; the label `way` is full, exact, blend or learn
-    Name("ttft_seconds", "seconds from a request's arrival to its first token", ("way",), buckets=SECONDS),
-    Name("load_seconds", "seconds in which workers have loaded or blended a request's KV", ("way",), buckets=SECONDS),
-    Name("budget", "share of the reused tokens that a blend has computed again", buckets=SHARES),
+    Name("ttft_seconds", "time from a request's arrival to its first token", ("way",), buckets=SECONDS),
+    Name("load_seconds", "time in which workers loaded or blended a request's KV", ("way",), buckets=SECONDS),
+    Name("budget", "share of the reused tokens that a blend recomputed", buckets=SHARES),
     Name("reused_tokens", "tokens of a prompt whose KV came from the store", ("way",), buckets=TOKENS),
 )
 
@@ -99,8 +102,10 @@ def values(stats: StoreStats) -> dict[str, dict[Labels, float]]:
     return {
         "hits": _each(places, stats.hits),
         "misses": {(): stats.misses},
-        "bytes": {(tier, way): stats.bytes.get((tier, way), 0) for tier in tiers for way in MOVED},
-        "seconds": {(tier, way): stats.seconds.get((tier, way), 0.0) for tier in tiers for way in TIMED},
+        "bytes": {(tier, direction): stats.bytes.get((tier, direction), 0) for tier in tiers for direction in MOVED},
+        "seconds": {
+            (tier, direction): stats.seconds.get((tier, direction), 0.0) for tier in tiers for direction in TIMED
+        },
         "written_chunks": _each(tiers, stats.writes),
         "dropped_writes": {(): stats.dropped_writes},
         "failures": _each(tiers, stats.failed),
@@ -150,10 +155,10 @@ class StoreCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Return all metrics with their current values."""
-        found = values(self._stats())
+        counts = values(self._stats())
         for name in OF_STORES:
             family = _family(name)
-            for labels, value in found[name.name].items():
+            for labels, value in counts[name.name].items():
                 family.add_metric(labels, value)
             yield family
 
@@ -168,7 +173,7 @@ def register(of: Counted, registry: CollectorRegistry = REGISTRY) -> StoreCollec
     try:
         registry.register(collector)
     except ValueError as error:
-        raise InputError("this registry shows a store already: unregister it, or use another registry") from error
+        raise InputError("the registry already exports a store: unregister it, or use another registry") from error
     return collector
 
 

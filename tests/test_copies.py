@@ -41,7 +41,7 @@ def in_one_call(monkeypatch, caches: dict, *, stages: bool = False) -> tuple[Pag
     monkeypatch.setattr(paged, "can_submit", lambda memory: True)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     pages = Pages(caches, B)
-    pages.choose_way(lambda work: [work(), 1.0 if pages._stages == stages else 2.0][1])
+    pages.choose_copy_mode(lambda work: [work(), 1.0 if pages._stages == stages else 2.0][1])
     assert pages._stages == stages
     calls.clear()
     return pages, calls
@@ -123,8 +123,8 @@ def test_a_call_that_fails_at_the_start_is_not_used(monkeypatch, caplog):
     pages = Pages(caches, B)
     with pytest.raises(RuntimeError):
         pages.save_all(0, [Move([1, 2], part_of(pages, 0, 2))])
-    pages.choose_way(lambda work: [work(), 1.0][1])
-    assert "cannot copy many pages in one call, one by one: cuMemcpyBatchAsync failed with error 1" in caplog.text
+    pages.choose_copy_mode(lambda work: [work(), 1.0][1])
+    assert "could not copy many pages in one call, one by one: cuMemcpyBatchAsync failed with error 1" in caplog.text
     found, wanted = (part_of(pages, 0, 2) for _ in range(2))
     pages.save_all(0, [Move([1, 2], found)])
     Pages(caches, B).save(0, [1, 2], wanted)

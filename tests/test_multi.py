@@ -38,4 +38,4 @@ def test_prompts_are_blended_beside_connectors_that_use_block_hashes(names):
 
 def test_an_objection_names_every_unsafe_connector_once():
     said = blending_objection(["NixlConnector", "SimpleCPUOffloadConnector", "ExampleConnector", "NixlConnector"])
-    assert said.startswith("NixlConnector, ExampleConnector beside lmc ")
+    assert said.startswith("NixlConnector, ExampleConnector next to lmc ")

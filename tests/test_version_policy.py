@@ -88,7 +88,7 @@ def test_nothing_is_said_of_a_version_that_was_tested(install, logged, version):
 def test_one_warning_is_logged_for_a_version_that_was_not_tested(install, logged, version):
     install(version)
     warn_if_untested()
-    assert logged() == [("WARNING", f"lmc was tested with vLLM 0.30 to 0.33, and not with {version}")]
+    assert logged() == [("WARNING", f"lmc was tested with vLLM 0.30 to 0.33, but not with {version}")]
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,9 @@ def test_with_a_vllm_that_lacks_something_the_connector_does_nothing_and_says_wh
     ((level, line),) = logged()
     assert level == "ERROR"
     assert line.startswith(
-        "lmc does nothing, because it cannot work with vLLM 0.40.0: vllm.config.CUDAGraphMode is miss"
+        "lmc is disabled, because it does not work with vLLM 0.40.0: vllm.config.CUDAGraphMode is miss"
     )
-    assert "a_hook_of_tomorrow of connectors is new, and lmc has to implement it" in line
+    assert "a_hook_of_tomorrow of connectors is new, and lmc must implement it" in line
     assert line.endswith("To use lmc, install 'vllm>=0.30,<0.34'")
     assert scheduler.given == ("config", Role.SCHEDULER, "caches")
     assert scheduler.get_num_new_matched_tokens("request", 0) == (0, False)
@@ -164,7 +164,7 @@ def test_an_older_vllm_is_served_without_lmc_even_if_it_has_every_name(install, 
     install("0.29.1", **{**dict.fromkeys(USED, dict), "KVConnectorBase_V1": Base})
     chosen()("config", Role.SCHEDULER, "caches")
     ((_, line),) = logged()
-    assert "cannot work with vLLM 0.29.1: it is older than 0.30. To use lmc, install" in line
+    assert "does not work with vLLM 0.29.1: it is older than 0.30. To use lmc, install" in line
 
 
 def test_names_that_only_some_tested_versions_have_are_not_missed(install):

@@ -97,9 +97,9 @@ def test_a_missing_name_is_named(facts):
 @pytest.mark.parametrize(
     ("hook", "signature", "said"),
     [
-        ("get_finished", ["finished_req_ids", "step"], "lmc does not take step"),
-        ("get_finished", ["finished_req_ids", "*", "step="], "lmc does not take step"),
-        ("get_finished", ["finished_req_ids", "**more"], "lmc does not take further arguments"),
+        ("get_finished", ["finished_req_ids", "step"], "lmc does not accept step"),
+        ("get_finished", ["finished_req_ids", "*", "step="], "lmc does not accept step"),
+        ("get_finished", ["finished_req_ids", "**more"], "lmc does not accept further arguments"),
         ("get_finished", [], "lmc needs finished_req_ids"),
         ("request_finished", ["block_ids", "request"], "lmc expects request instead of block_ids"),
     ],
@@ -123,7 +123,7 @@ def test_a_hook_that_is_gone_and_one_that_has_to_be_implemented_are_named(facts)
     assert objections(facts) == [
         "bind_gpu_block_pool of connectors is missing",
         "take_events of connectors is data instead of a method",
-        "pack_pages of connectors is new, and lmc has to implement it",
+        "pack_pages of connectors is new, and lmc must implement it",
     ]
 
 
@@ -144,8 +144,8 @@ def test_functions_that_do_not_take_what_lmc_gives_them_are_named(facts):
     metadata = "vllm.v1.attention.backend.CommonAttentionMetadata"
     facts.classes[metadata]["__init__"].remove("seq_lens")
     assert findings(facts) == [
-        f"{metadata} has other parameters, ({', '.join(facts.classes[metadata]['__init__'])}), than lmc gives it",
-        "vllm.utils.hashing.get_hash_fn_by_name has other parameters, (hash_fn_name, seed), than lmc gives it",
+        f"{metadata} has other parameters, ({', '.join(facts.classes[metadata]['__init__'])}), than lmc passes",
+        "vllm.utils.hashing.get_hash_fn_by_name has other parameters, (hash_fn_name, seed), than lmc passes",
     ]
 
 
@@ -154,7 +154,7 @@ def test_a_missing_attribute_and_a_method_with_other_parameters_are_named(facts)
     facts.classes["vllm.v1.core.block_pool.BlockPool"]["touch"] = ["blocks", "group"]
     del facts.classes["vllm.v1.metrics.stats.PrefillStats"]
     assert findings(facts) == [
-        "vllm.v1.core.block_pool.BlockPool.touch has other parameters, (blocks, group), than lmc gives it",
+        "vllm.v1.core.block_pool.BlockPool.touch has other parameters, (blocks, group), than lmc passes",
         "vllm.v1.metrics.stats.PrefillStats is missing",
         f"{REQUEST}.num_preemptions is missing",
     ]
@@ -176,7 +176,7 @@ def test_a_call_of_a_hook_in_another_place_and_with_other_arguments_is_named(fac
     )
     assert objections(facts) == []
     assert findings(facts) == [
-        "reset_cache is called with other arguments than lmc takes, in v1/engine/core.py: 1 positional, deep",
+        "reset_cache is called with other arguments than lmc accepts, in v1/engine/core.py: 1 positional, deep",
         "reset_cache is now called in EngineCore.doze (v1/engine/core.py) as well",
     ]
 
@@ -388,6 +388,6 @@ def test_the_command_lists_what_is_missing_and_writes_facts(tmp_path, capsys, ki
 
 def test_the_command_says_that_there_is_no_vllm(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
-    assert "has no vllm: name a wheel, or the directory that holds the package" in capsys.readouterr().err
+    assert "has no package `vllm`: pass a wheel, or the directory that contains the package" in capsys.readouterr().err
     with pytest.raises(InputError):
         Sources(tmp_path / "missing.whl")

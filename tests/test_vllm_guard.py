@@ -18,7 +18,7 @@ def test_an_error_gives_the_other_result_and_is_logged_once_with_its_traceback(
         assert guard.run("claim", fail, 0, lambda: repaired.append(1)) == 0
     assert (guard.errors, len(repaired), guard.off, guard.status) == ({"claim": 3}, 3, False, "ok")
     (record,) = caplog.records
-    assert record.message == "lmc failed in claim; the request goes on without lmc"
+    assert record.message == "lmc failed in claim; the request continues without lmc"
     assert record.exc_info is not None
 
 

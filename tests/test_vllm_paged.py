@@ -99,16 +99,16 @@ def test_kernel_blocks_that_are_smaller_go_with_their_page():
 
 
 def test_blocks_that_do_not_fit_are_refused():
-    with pytest.raises(UnsupportedModel, match="is not made of the engine"):
+    with pytest.raises(UnsupportedModel, match="does not match the engine"):
         Pages(caches_of("LBHNC"), B - 1)
 
 
 @pytest.mark.parametrize(
     ("writer", "cache", "said"),
     [
-        (False, torch.zeros(B, H, N, 2 * 8), "its attention backend FUSED has no writer of its own"),
+        (False, torch.zeros(B, H, N, 2 * 8), "its attention backend FUSED has no separate operation that writes KV"),
         (True, torch.zeros(B, H, N, 2 * 8, dtype=torch.float8_e4m3fn), "its KV cache is quantised"),
-        (True, torch.zeros(B, H, N, 2 * 8 + 1), "does not hold a key and a value"),
+        (True, torch.zeros(B, H, N, 2 * 8 + 1), "does not store a key and a value"),
         (True, torch.zeros(B, H, N, 2 * 8), ""),
     ],
 )

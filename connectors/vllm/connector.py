@@ -101,7 +101,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         engines, number = parallel.data_parallel_size, parallel.data_parallel_index
         self.settings = settings_of_engine(Settings.load(transfer.kv_connector_extra_config), engines, number)
         if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
-            raise ConfigError("context parallelism spreads a block's tokens over ranks, which lmc does not support")
+            raise ConfigError("lmc does not support context parallelism: start vLLM without it, or without lmc")
         self._objection = objection(vllm_config.model_config, kv_cache_config)
 
         self._stop_admin: Callable[[], None] | None = None
@@ -120,7 +120,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self._guard = HookGuard(raises=among_ranks, switches=is_scheduler)
         if self._objection:
             if role is vllm_api.KVConnectorRole.SCHEDULER:
-                log.warning("lmc does nothing for this model, because %s", self._objection)
+                log.warning("lmc is disabled for this model: %s", self._objection)
             return
         use_one_table(vllm_config)
         check_chunk_size(self.settings, vllm_config.cache_config.block_size)
@@ -128,7 +128,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             self._worker = Worker(vllm_config, kv_cache_config, blends=self.settings.enable_blending)
         elif transfer.kv_load_failure_policy != "recompute":
             log.warning(
-                "kv_load_failure_policy is %r: a load that fails will fail its request; add "
+                "kv_load_failure_policy is %r, so a failed load will fail its request: add "
                 '"kv_load_failure_policy":"recompute" to --kv-transfer-config',
                 transfer.kv_load_failure_policy,
             )
@@ -249,21 +249,21 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         if len(workers) != ranks:
             raise ConfigError(
-                f"lmc sees {len(workers)} of {ranks} workers, and needs one scheduler for all ranks: use an executor "
+                f"lmc sees {len(workers)} of {ranks} workers, but needs one scheduler for all ranks: use an executor "
                 "of kind mp or ray, not external_launcher"
             )
         model = model_identity(self._config, [facts.weights for facts in workers])
         refused = next((facts.refused for facts in workers if facts.refused), "")
         if refused and settings.enable_blending:
-            log.warning("blending is off: %s. Exact offload goes on.", refused)
+            log.warning("blending is off: %s. Exact offload continues.", refused)
         # Without blending, `lmc explain` still needs a tokenizer: it says why a prompt given as text is not blended.
         tokenizer = self._tokenizer() if not refused or settings.admin else None
         prefix = learn_prefix(tokenizer, settings) if tokenizer and not refused else ()
         hashing = cache.prefix_caching_hash_algo
-        named = self._config.model_config
+        model_config = self._config.model_config
         names: dict[str, Any] = {
-            "name": str(named.served_model_name or named.model),
-            "tokenizer": str(named.tokenizer or ""),
+            "name": str(model_config.served_model_name or model_config.model),
+            "tokenizer": str(model_config.tokenizer or ""),
         }
         engine = open_engine(settings, workers, cache.block_size, model, hashing, prefix=prefix, **names)
         log.info("%s", self._summary(engine, blends=not refused))
@@ -302,20 +302,20 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     def _summary(self, engine: CacheEngine, *, blends: bool) -> str:
         """Return a log line that describes the configuration of lmc."""
         settings = self.settings
-        off = "no blending" if settings.enable_blending else "no blending (enable_blending is false)"
-        how = f"blending by {settings.blend_method} {settings.blend_recompute_ratios:g}" if blends else off
-        where = f"({settings.max_local_cpu_size:g} GB), {described(settings)}"
+        reason = "no blending" if settings.enable_blending else "no blending (enable_blending is false)"
+        mode = f"blending by {settings.blend_method} {settings.blend_recompute_ratios:g}" if blends else reason
+        place = f"({settings.max_local_cpu_size:g} GB), {described(settings)}"
         if settings.server:
-            where = f"of the cache server at {settings.server}"
-        room = f"{engine.store.slots} chunks of {engine.chunk_size} tokens in memory"
-        return f"lmc: {how}, {room} {where}, {len(engine.store.known_keys())} chunks found"
+            place = f"of the cache server at {settings.server}"
+        capacity = f"{engine.store.slots} chunks of {engine.chunk_size} tokens in memory"
+        return f"lmc: {mode}, {capacity} {place}, {len(engine.store.known_keys())} chunks found"
 
     def _tokenizer(self) -> Any:
         tokenizer = vllm_api.cached_tokenizer_from_config(self._config.model_config)
         if tokenizer is None:
             log.warning(
-                "there is no tokenizer (skip_tokenizer_init), so the special string is not looked for; requests have "
-                "to say where their documents are (kv_transfer_params, lmc.documents), which are learned alone"
+                "prompts are not split at the special string, because there is no tokenizer (skip_tokenizer_init); "
+                "requests must list their documents (kv_transfer_params, lmc.documents)"
             )
         return tokenizer
 
@@ -370,15 +370,15 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """Return the number of loaded tokens by their source, a `CacheHitSource`."""
-        found: Counter[Any] = Counter()
+        tokens_by_source: Counter[Any] = Counter()
         places: dict[str, int] = {}
         if (scheduler := self._scheduler) is not None:
             places = self._guarded(
                 "get_external_cache_hit_sources", lambda: scheduler.sources(request, num_external_tokens), places
             )
         for place, count in places.items():
-            found[vllm_api.CacheHitSource[place_of(place).hit_source]] += count
-        return dict(found)
+            tokens_by_source[vllm_api.CacheHitSource[place_of(place).hit_source]] += count
+        return dict(tokens_by_source)
 
     def build_connector_meta(self, scheduler_output: Any) -> Metadata:
         """Return the step's plan."""
@@ -434,8 +434,10 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     def _wait_for_facts(self) -> None:
         """Count a step without the facts of all workers, and give up after `MAX_WAIT_STEPS` steps."""
         if self._wait_steps == 1:
-            given = len(self._early_facts)
-            log.warning("lmc does nothing, because only %d of %d workers sent their facts", given, self._rank_count())
+            reporting = len(self._early_facts)
+            log.warning(
+                "lmc was disabled, because only %d of %d workers sent their facts", reporting, self._rank_count()
+            )
             self._early_requests.clear()
         self._wait_steps = max(0, self._wait_steps - 1)
 
@@ -491,7 +493,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             self._scheduler.close()
             if self._publisher:
                 self._publisher.close()
-            log.info("lmc: the store is closed, and everything is written")
+            log.info("lmc: closed the store, and all chunks are written")
 
     def take_events(self) -> Iterable[Any]:
         """Return events for blocks that appeared in or left memory ("CPU") or disk ("STORAGE")."""

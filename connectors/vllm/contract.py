@@ -371,23 +371,23 @@ def _changed_hooks(facts: VllmFacts) -> Iterator[str]:
             yield f"{hook} of connectors is missing"
     for method in facts.abstract:
         if method not in ours:
-            yield f"{method} of connectors is new, and lmc has to implement it"
+            yield f"{method} of connectors is new, and lmc must implement it"
 
 
 def _change(ours: Signature, theirs: Signature) -> str:
     """Return why lmc's hook cannot be called like the hook of vLLM; an empty string if it can."""
-    named = [_split(signature) for signature in (ours, theirs)]
-    (positional, keywords, rest), (given, words, more) = named
-    for place, name in enumerate(given):
+    parts = [_split(signature) for signature in (ours, theirs)]
+    (positional, keywords, rest), (their_positional, their_keywords, their_rest) = parts
+    for place, name in enumerate(their_positional):
         if place < len(positional) and positional[place] != name and "*" not in rest:
             return f"lmc expects {positional[place]} instead of {name}"
         if place >= len(positional) and "*" not in rest:
-            return f"lmc does not take {name}"
-    if extra := [name for name in positional[len(given) :] if f"{name}=" not in ours]:
+            return f"lmc does not accept {name}"
+    if extra := [name for name in positional[len(their_positional) :] if f"{name}=" not in ours]:
         return f"lmc needs {extra[0]}"
-    if unknown := [name for name in words if name not in keywords and "**" not in rest]:
-        return f"lmc does not take {unknown[0]}"
-    return "" if more <= rest else "lmc does not take further arguments"
+    if unknown := [name for name in their_keywords if name not in keywords and "**" not in rest]:
+        return f"lmc does not accept {unknown[0]}"
+    return "" if their_rest <= rest else "lmc does not accept further arguments"
 
 
 def _split(signature: Signature) -> tuple[list[str], list[str], set[str]]:
@@ -404,22 +404,22 @@ def _refused_calls(facts: VllmFacts) -> Iterator[str]:
         path = f"{USED[name]}.{name}"
         signature = facts.functions.get(path) or facts.classes.get(path, {}).get("__init__")
         if signature is not None and not accepts(signature, positional, keywords):
-            yield f"{path} has other parameters, ({', '.join(signature)}), than lmc gives it"
+            yield f"{path} has other parameters, ({', '.join(signature)}), than lmc passes"
 
 
 def _missing_fields(facts: VllmFacts) -> Iterator[str]:
     for path, names in FIELDS.items():
-        has = facts.classes.get(path)
-        if has is None:
+        attributes = facts.classes.get(path)
+        if attributes is None:
             yield f"{path} is missing"
             continue
-        for name, arguments in (one.rstrip(")").partition("(")[::2] for one in names.split()):
-            if name not in has:
+        for name, arguments in (item.rstrip(")").partition("(")[::2] for item in names.split()):
+            if name not in attributes:
                 yield f"{path}.{name} is missing"
-            elif (signature := has[name]) is not None and arguments:
+            elif (signature := attributes[name]) is not None and arguments:
                 count, *keywords = arguments.split(",")
                 if not accepts(signature, int(count), keywords):
-                    yield f"{path}.{name} has other parameters, ({', '.join(signature)}), than lmc gives it"
+                    yield f"{path}.{name} has other parameters, ({', '.join(signature)}), than lmc passes"
 
 
 def _refused_hook_calls(facts: VllmFacts) -> Iterator[str]:
@@ -428,20 +428,20 @@ def _refused_hook_calls(facts: VllmFacts) -> Iterator[str]:
         keywords = [name for name in call.keywords if name != "**"]
         if call.hook in ours and not accepts(ours[call.hook], call.positional, keywords):
             given = [f"{call.positional} positional", *keywords]
-            yield f"{call.hook} is called with other arguments than lmc takes, in {call.file}: {', '.join(given)}"
+            yield f"{call.hook} is called with other arguments than lmc accepts, in {call.file}: {', '.join(given)}"
 
 
 def _moved_hook_calls(facts: VllmFacts) -> Iterator[str]:
-    found = {(call.hook, call.file, function) for call in facts.calls for function in call.functions}
+    called = {(call.hook, call.file, function) for call in facts.calls for function in call.functions}
     always: set[tuple[str, str, str]] = set()
     sometimes: set[tuple[str, str, str]] = set()
     for hook, files in CALLS.items():
         for file, functions in files.items():
             for name in functions:
                 (sometimes if name.startswith("?") else always).add((hook, file, name.removeprefix("?")))
-    for hook, file, function in sorted(always - found):
+    for hook, file, function in sorted(always - called):
         yield f"{hook} is no longer called in {function} ({file})"
-    for hook, file, function in sorted(found - always - sometimes):
+    for hook, file, function in sorted(called - always - sometimes):
         yield f"{hook} is now called in {function} ({file}) as well"
 
 
@@ -450,8 +450,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m lmc.connectors.vllm.contract", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("vllm", nargs="?", type=Path, help="a wheel or a directory; by default the installed vLLM")
-    parser.add_argument("--extract", type=Path, metavar="FILE", help="write the facts to this file, and check nothing")
+    parser.add_argument("vllm", nargs="?", type=Path, help="wheel or directory of vLLM; by default the installed vLLM")
+    parser.add_argument("--extract", type=Path, metavar="FILE", help="write the facts to this file, without a check")
     options = parser.parse_args(None if arguments is None else list(arguments))
     try:
         facts = facts_of(Sources(options.vllm or _installed()))
@@ -462,18 +462,18 @@ def main(arguments: Iterable[str] | None = None) -> int:
         options.extract.write_text(facts.to_json() + "\n")
         print(f"wrote the facts about vLLM {facts.version} to {options.extract}")
         return 0
-    found = findings(facts)
-    for one in found:
-        print(one)
-    verdict = f"{len(found)} differences" if found else "all that lmc needs is there"
+    differences = findings(facts)
+    for difference in differences:
+        print(difference)
+    verdict = f"{len(differences)} differences" if differences else "fulfils the contract"
     print(f"vLLM {facts.version}: {verdict}")
-    return bool(found)
+    return bool(differences)
 
 
 def _installed() -> Path:
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
-        raise InputError("vLLM is not installed in this Python: name a wheel or a directory")
+        raise InputError("vLLM is not installed in this Python: pass a wheel or a directory")
     return Path(spec.origin).parent
 
 

@@ -37,7 +37,7 @@ def inert_connector(missing: list[str]) -> type:
                 join_log()
                 version, reasons = vllm_api.installed_version(), "; ".join(missing)
                 log.error(
-                    "lmc does nothing, because it cannot work with vLLM %s: %s. To use lmc, %s",
+                    "lmc is disabled, because it does not work with vLLM %s: %s. To use lmc, %s",
                     version,
                     reasons,
                     INSTALL,

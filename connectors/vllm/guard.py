@@ -75,13 +75,13 @@ class HookGuard:
         was_off = self.off
         self.errors[hook] += 1
         if self.errors[hook] == 1:
-            log.error("lmc failed in %s; the request goes on without lmc", hook, exc_info=error)
+            log.error("lmc failed in %s; the request continues without lmc", hook, exc_info=error)
         self._log_switch(was_off=was_off)
 
     def _log_switch(self, *, was_off: bool) -> None:
         if self.off and not was_off and self._switches:
             log.error(
-                "lmc has switched itself off after %d errors; vLLM goes on without it. Restart the engine to use lmc "
-                "again, and report the errors that are logged above",
+                "lmc switched itself off after %d errors; vLLM continues without it. Restart the engine to use lmc "
+                "again, and report the errors logged above",
                 self.errors.total(),
             )

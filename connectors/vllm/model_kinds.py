@@ -26,9 +26,9 @@ def objection(model: Any, kv_cache_config: Any) -> str:
     if not groups:
         return "it has no KV cache"
     if not model.is_prefix_caching_supported:
-        return "its pooling needs every token of a prompt"
+        return "its pooling needs every prompt token computed"
     if not all(isinstance(spec, vllm_api.AttentionSpec) for group in groups for spec in _specs_of(group)):
-        return "it has layers with a state (linear attention, Mamba), which lmc does not store"
+        return "it has layers with a state (linear attention, Mamba), which lmc cannot store"
     if len(groups) > 1:
         return f"its layers use {len(groups)} block tables; start vLLM with --disable-hybrid-kv-cache-manager"
     return ""

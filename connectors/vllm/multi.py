@@ -33,8 +33,8 @@ def blending_objection(names: list[str]) -> str:
     if not unsafe:
         return ""
     return (
-        f"{', '.join(unsafe)} beside lmc may give approximate KV to requests that want exact KV; to blend, use lmc "
-        f"without it, or with {', '.join(sorted(USES_BLOCK_HASHES))}"
+        f"{', '.join(unsafe)} next to lmc may serve approximate KV to exact requests; to blend, use lmc without it, "
+        f"or with {', '.join(sorted(USES_BLOCK_HASHES))}"
     )
 
 

@@ -67,8 +67,8 @@ def installed_version() -> str:
 
 def parsed_version(version: str) -> tuple[int, int] | None:
     """Return the major and the minor number of a version; None if it has none, as in some builds from source."""
-    found = re.match(r"(\d+)\.(\d+)(?!\d)", version)
-    return (int(found[1]), int(found[2])) if found else None
+    match = re.match(r"(\d+)\.(\d+)(?!\d)", version)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def warn_if_untested() -> None:
@@ -76,10 +76,10 @@ def warn_if_untested() -> None:
     version = installed_version()
     number = parsed_version(version)
     if number is None or not OLDEST <= number <= NEWEST:
-        log.warning("lmc was tested with vLLM %s to %s, and not with %s", _said(OLDEST), _said(NEWEST), version)
+        log.warning("lmc was tested with vLLM %s to %s, but not with %s", _text(OLDEST), _text(NEWEST), version)
 
 
-def _said(version: tuple[int, int]) -> str:
+def _text(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
 

@@ -52,7 +52,7 @@ class VllmFacts:
 
     def to_json(self) -> str:
         """Return the facts as JSON, with one line for each signature."""
-        return re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), json.dumps(asdict(self), indent=1))
+        return re.sub(r"\[[^][{}]*\]", lambda match: " ".join(match[0].split()), json.dumps(asdict(self), indent=1))
 
 
 class Sources:
@@ -63,7 +63,7 @@ class Sources:
         self._wheel = zipfile.ZipFile(path) if path.is_file() and zipfile.is_zipfile(path) else None
         self._root = path.parent if path.name == "vllm" and (path / "__init__.py").exists() else path
         if self._wheel is None and not (self._root / "vllm" / "__init__.py").exists():
-            raise InputError(f"{path} has no vllm: name a wheel, or the directory that holds the package `vllm`")
+            raise InputError(f"{path} has no package `vllm`: pass a wheel, or the directory that contains the package")
         self._modules: dict[str, ast.Module | None] = {}
 
     def files(self) -> list[str]:
@@ -86,8 +86,8 @@ class Sources:
     def version(self) -> str:
         """Return vLLM's version, from the name of its metadata directory."""
         names = self._wheel.namelist() if self._wheel else [path.name for path in self._root.glob("vllm*.dist-info")]
-        found = [match[1] for name in names if (match := re.match(r"vllm(?:_cpu)?-([^-/]+)\.dist-info", name))]
-        return found[0] if found else "of unknown version"
+        versions = [match[1] for name in names if (match := re.match(r"vllm(?:_cpu)?-([^-/]+)\.dist-info", name))]
+        return versions[0] if versions else "of unknown version"
 
     def module(self, name: str) -> ast.Module | None:
         """Return a parsed module; None if it does not exist."""
@@ -104,8 +104,8 @@ class Sources:
             return None
         for node in _statements(tree.body):
             if isinstance(node, ast.ImportFrom):
-                if found := self._imported(self._origin(module, node), node, name):
-                    return found
+                if definition := self._imported(self._origin(module, node), node, name):
+                    return definition
             elif name in _defined(node):
                 return module, node
         return None
@@ -113,9 +113,9 @@ class Sources:
     def _imported(self, origin: str, node: ast.ImportFrom, name: str) -> tuple[str, ast.AST] | None:
         for alias in node.names if origin.startswith("vllm") else ():
             if alias.name == "*" or name == (alias.asname or alias.name):
-                found = self.find(origin, name if alias.name == "*" else alias.name)
-                if found:
-                    return found
+                definition = self.find(origin, name if alias.name == "*" else alias.name)
+                if definition:
+                    return definition
         return None
 
     def _origin(self, module: str, node: ast.ImportFrom) -> str:
@@ -128,28 +128,28 @@ class Sources:
 
     def attributes(self, module: str, node: ast.ClassDef) -> dict[str, Signature | None]:
         """Return all attributes of a class, including those of its base classes in vLLM."""
-        found: dict[str, Signature | None] = {}
-        for one in self._lineage(module, node):
-            found |= own_attributes(one)
-        return found
+        attributes: dict[str, Signature | None] = {}
+        for parent in self._lineage(module, node):
+            attributes |= own_attributes(parent)
+        return attributes
 
     def constructor(self, module: str, node: ast.ClassDef) -> Signature:
         """Return the signature of a class: that of its `__init__`, or otherwise its fields as keywords (dataclass)."""
         lineage = self._lineage(module, node)
-        for one in reversed(lineage):
-            if (written := own_attributes(one).get("__init__")) is not None:
-                return written
-        fields = [inside for one in lineage for inside in one.body if isinstance(inside, ast.AnnAssign)]
-        return ["*", *(ast.unparse(one.target) + "=" * (one.value is not None) for one in fields)]
+        for parent in reversed(lineage):
+            if (signature := own_attributes(parent).get("__init__")) is not None:
+                return signature
+        fields = [inside for parent in lineage for inside in parent.body if isinstance(inside, ast.AnnAssign)]
+        return ["*", *(ast.unparse(parent.target) + "=" * (parent.value is not None) for parent in fields)]
 
     def _lineage(self, module: str, node: ast.ClassDef) -> list[ast.ClassDef]:
         """Return the base classes of a class that are in vLLM, the most distant first, and the class itself."""
-        found = []
+        parents = []
         for base in reversed(node.bases):
             name = ast.unparse(base).split("[")[0].rpartition(".")[2]
             if (parent := self.find(module, name)) and isinstance(parent[1], ast.ClassDef):
-                found += [one for one in self._lineage(parent[0], parent[1]) if one not in found]
-        return [*found, node]
+                parents += [ancestor for ancestor in self._lineage(parent[0], parent[1]) if ancestor not in parents]
+        return [*parents, node]
 
 
 def signature_of_arguments(arguments: ast.arguments, *, bound: bool) -> Signature:

@@ -1,7 +1,7 @@
 """The queue of documents to learn, first in, first out.
 
 A document that came only once may never come again, and learning takes as long as prefill. So it waits until the engine
-is idle. A *wanted* document is learned while requests run. A document is wanted if it came twice, is pinned, or a
+is idle. A `wanted` document is learned while requests run. A document is `wanted` if it came twice, is pinned, or a
 request waits for it.
 """
 
@@ -37,12 +37,12 @@ class LearnQueue:
     def __init__(self, room: int) -> None:
         """Create an empty queue. `room` is the maximum number of tokens of all its documents: what memory holds."""
         self._room, self._tokens = room, 0
-        self._waiting: dict[Unlearned, bool] = {}  # document -> whether it is wanted
+        self._waiting: dict[Unlearned, bool] = {}  # document -> whether it is `wanted`
         self.under_way: set[Unlearned] = set()  # documents that are being computed; set by the code that computes them
         self._mutex = threading.Lock()
 
     def add(self, document: Unlearned, *, wanted: bool = False) -> bool:
-        """Queue a document if there is room. Returns whether it is queued. A document added twice is wanted."""
+        """Queue a document if there is room. Returns whether it is queued. A document added twice is `wanted`."""
         with self._mutex:
             if document in self._waiting:
                 self._waiting[document] = True
@@ -83,7 +83,7 @@ class LearnQueue:
 
     @property
     def has_wanted(self) -> bool:
-        """Whether any document is wanted."""
+        """Whether any document is `wanted`."""
         with self._mutex:
             return any(self._waiting.values())
 

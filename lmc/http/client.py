@@ -144,8 +144,8 @@ class HttpClient:
             raise Unreachable(f"{self.url + path} answered {error.code} {error.reason}{hint}") from None
         except (OSError, HTTPException, ValueError) as error:
             cause: object = error.reason if isinstance(error, URLError) else error
-            reason = getattr(cause, "strerror", None) or cause
-            raise Unreachable(f"no server answers at {self.url} ({reason}): {self._hint}") from None
+            text = str(getattr(cause, "strerror", None) or cause)
+            raise Unreachable(f"no server answers at {self.url} ({text}): {self._hint}") from None
 
 
 def _reason(text: str) -> str:

@@ -160,5 +160,5 @@ def test_documents_are_published_on_a_topic_of_their_own_and_batches_can_be_aske
 
 
 def test_an_address_that_cannot_be_had_is_an_error_that_names_it():
-    with pytest.raises(ConfigError, match=r"LMC_DOCUMENT_EVENTS = tcp://\*:none is no address"):
+    with pytest.raises(ConfigError, match=r"LMC_DOCUMENT_EVENTS = tcp://\*:none is not a ZeroMQ address"):
         DocumentPublisher("tcp://*:none", None)

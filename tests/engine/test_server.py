@@ -273,8 +273,8 @@ def test_documents_are_named_pinned_and_removed_by_name(server):
     url = "--url", "127.0.0.1:9180"
     found = json.loads(server.execute("lmc", "documents", "list", *url, "--json"))["documents"]
     assert {one["name"] for one in found if one["pinned"]} == {f"{name}.txt" for name in DOCUMENTS}
-    assert "inn-01.txt: may be evicted" in server.execute("lmc", "documents", "unpin", "inn-01.txt", *url)
-    assert "is removed" in server.execute("lmc", "documents", "remove", "inn-01.txt", *url)
+    assert "inn-01.txt: unpinned" in server.execute("lmc", "documents", "unpin", "inn-01.txt", *url)
+    assert "removed " in server.execute("lmc", "documents", "remove", "inn-01.txt", *url)
     assert json.loads(server.execute(*command, "--again", "--json"))["learned"] == len(DOCUMENTS)
 
 
@@ -353,7 +353,7 @@ def test_the_page_explains_and_lists(server):
     assert re.search(r"\d+ of \d+ documents", said)
     server.execute("lmc", "learn", "lmc/demo/small_model/documents", "--url", "http://localhost:8000", "--again")
     said = server.execute("bash", "-c", blocks(5, "sh")[2])
-    assert "inn-01.txt: may be evicted, and has no time limit" in said
+    assert "inn-01.txt: unpinned, without a time limit" in said
     assert "mill-01.txt: pinned, removed at 20" in said
 
 
@@ -614,10 +614,10 @@ def test_after_a_restart_documents_come_from_disk(server):
     server.stop()
     server.variables["VLLM_SERVER_DEV_MODE"] = "1"
     before = server.said
-    assert "lmc: the store is closed, and everything is written" in before
+    assert "lmc: closed the store, and all chunks are written" in before
     stat, check = (server.execute("bash", "-c", line) for line in blocks(6, "sh")[0].splitlines())
     assert re.search(r"[1-9]\d* +│", stat), stat
-    assert re.fullmatch(r"disk tier \S+: [1-9]\d* records, 0 wrong\s*", check), check
+    assert re.fullmatch(r"disk tier \S+: [1-9]\d* records, 0 problems\s*", check), check
     server.start()
     (found,) = re.findall(r"(\d+) chunks found", server.said.rpartition("lmc: blending")[2])
     assert int(found) > 0

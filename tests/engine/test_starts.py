@@ -25,7 +25,7 @@ from lmc.connectors.vllm.model_kinds import objection
 DOCUMENTS = [words(150, 1), words(300, 2)]
 PROMPT = Prompt(DOCUMENTS)
 PLAIN = words(700, 9)
-NOTHING = "lmc does nothing for this model, because "
+NOTHING = "lmc is disabled for this model: "
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def test_a_model_with_states_starts_and_answers_as_without_lmc(models, caplog):
     assert all(map(agree, found, wanted))
     assert [out.num_cached_tokens for out in found] == [out.num_cached_tokens for out in wanted]
     assert found[2].num_cached_tokens == 672, "the engine's own cache resumes from its states"
-    assert said(caplog) == [NOTHING + "it has layers with a state (linear attention, Mamba), which lmc does not store"]
+    assert said(caplog) == [NOTHING + "it has layers with a state (linear attention, Mamba), which lmc cannot store"]
 
 
 def attention(kind: type = FullAttentionSpec, **more: Any) -> Any:
@@ -191,7 +191,7 @@ def test_lmc_stands_beside_a_connector_with_handshake_metadata_of_its_own(models
         assert other.introduced == [(0, 0)]
         assert not lab.connector.has_pending_push_work(), "facts have come, and nothing is left to do"
         (warning,) = [line for line in said(caplog) if line.startswith("blending is off: ")]
-        assert "StandIn beside lmc may give approximate KV to requests that want exact KV" in warning
+        assert "StandIn next to lmc may serve approximate KV to exact requests" in warning
         lab.ask(PLAIN)
         lab.settle()
         assert lab.llm.reset_prefix_cache()
@@ -214,7 +214,7 @@ def test_no_blend_reaches_a_connector_that_hashes_tokens(models, caplog, tmp_pat
     }
     other = Prompt(DOCUMENTS[::-1])
     with caplog.at_level(logging.WARNING, "lmc"), beside(models("llama"), LMC, example) as lab:
-        assert "blending is off: ExampleConnector beside lmc" in caplog.text
+        assert "blending is off: ExampleConnector next to lmc" in caplog.text
         lab.ask(PROMPT.tokens, PROMPT.blend())
         asked = lab.ask(other.tokens, other.blend())
         lab.settle()

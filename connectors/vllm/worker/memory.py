@@ -10,7 +10,9 @@ from lmc.connectors.vllm.worker.tensor_parallel import on_all_ranks
 from lmc.errors import NoMemory
 from lmc.shapes import KV, MIB
 
-UNUSED = 32 * MIB  # allowance for unused memory: a GPU allocator may leave up to 1 MiB unused after each large tensor
+UNUSED_BYTES = (
+    32 * MIB
+)  # allowance for unused memory: a GPU allocator may leave up to 1 MiB unused after each large tensor
 
 
 def allocated(device: torch.device) -> int:
@@ -18,19 +20,19 @@ def allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def make_room(size: int, device: torch.device, what: str) -> None:
-    """Reserve `size` bytes in the allocator of every rank, because `what` is computed next.
+def make_room(size: int, device: torch.device, work: str) -> None:
+    """Reserve `size` bytes in the allocator of every rank, because `work` is computed next.
 
     Raises `NoMemory` on every rank if one rank lacks the memory. An error on one rank in the middle of a layer would
     leave the other ranks waiting.
     """
     try:
         torch.empty(size, dtype=torch.uint8, device=device)
-        there = True
+        available = True
     except RuntimeError:
-        there = False
-    if not on_all_ranks(good=there):
-        raise NoMemory(f"{what} needs {size / MIB:.0f} MiB, which not every rank has")
+        available = False
+    if not on_all_ranks(good=available):
+        raise NoMemory(f"{work} needs {size / MIB:.0f} MiB, and not every rank has that much free memory")
 
 
 def memory_for(layers: NativeLayers, job: BlendJob) -> int:
@@ -42,4 +44,4 @@ def memory_for(layers: NativeLayers, job: BlendJob) -> int:
     of_document = 2 * MOST_EXAMPLES**2 + shape.kv_heads * shape.head_dim
     weights = (stored * MOST_EXAMPLES + len(job.documents) * of_document) * torch.float32.itemsize
     scores = layers.depth * tokens * torch.float32.itemsize
-    return UNUSED + staged + weights + scores + KV * tokens * layers.width * shape.dtype.itemsize
+    return UNUSED_BYTES + staged + weights + scores + KV * tokens * layers.width * shape.dtype.itemsize

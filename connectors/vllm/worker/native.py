@@ -71,12 +71,14 @@ class NativeLayers:
         """Examine the model. Raises `UnsupportedModel` with the reason if it cannot be blended exactly."""
         architecture = type(model).__name__
         if architecture not in PROVEN:
-            raise UnsupportedModel(f"{architecture} has not been proven (proven: {', '.join(PROVEN)})")
+            raise UnsupportedModel(f"{architecture} has not been tested (tested: {', '.join(PROVEN)})")
         parallel = config.parallel_config
         if parallel.pipeline_parallel_size > 1:
             raise UnsupportedModel("its layers are on several pipeline stages")
         if parallel.data_parallel_size > 1 and parallel.is_moe_model is not False:
-            raise UnsupportedModel("its experts are shared with other data-parallel engines, which make steps alone")
+            raise UnsupportedModel(
+                "its experts are shared with other data-parallel engines, which run steps independently"
+            )
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise UnsupportedModel("its layers use several kinds of KV cache")
         parameters = getattr(model.config, "rope_parameters", None) or {"rope_type": "default"}
@@ -87,14 +89,14 @@ class NativeLayers:
         # Whether the engine has compiled the model as a whole. Compilation has then ended before this point.
         self.compiled = not getattr(self._decoder, "do_not_compile", True)
         attentions = [[m for m in layer.modules() if isinstance(m, vllm_api.Attention)] for layer in self._layers]
-        if any(len(found) != 1 for found in attentions):
-            raise UnsupportedModel("a layer of it has no attention of its own, or more than one")
-        self.attention = [found[0] for found in attentions]
+        if any(len(modules) != 1 for modules in attentions):
+            raise UnsupportedModel("a layer does not have exactly one attention")
+        self.attention = [modules[0] for modules in attentions]
         # The mask would be correct, but the engine frees blocks that a window has passed while lmc fills them.
         if any(a.sliding_window is not None for a in self.attention):
             raise UnsupportedModel("its attention has a sliding window")
-        if more := [what for what in map(_more_than_products, self.attention) if what]:
-            raise UnsupportedModel(f"its attention has {more[0]}, which lmc's own has not")
+        if extras := list(filter(None, map(_more_than_products, self.attention))):
+            raise UnsupportedModel(f"its attention has {extras[0]}, which lmc's attention does not support")
         ropes = [_rope_of(layer) for layer in self._layers]
         self._rope = ropes[0]
         if any(r is not self._rope and not torch.equal(r.cos_sin_cache, self._rope.cos_sin_cache) for r in ropes):
@@ -344,7 +346,7 @@ def _more_than_products(attention: Any) -> str:
 
 
 def _rope_of(layer: Any) -> Any:
-    found = [m for m in layer.modules() if hasattr(m, "cos_sin_cache") and hasattr(m, "is_neox_style")]
-    if len(found) != 1 or found[0].cos_sin_cache.dim() != 2:
-        raise UnsupportedModel("a layer of it has no RoPE with one table of cos and sin")
-    return found[0]
+    ropes = [m for m in layer.modules() if hasattr(m, "cos_sin_cache") and hasattr(m, "is_neox_style")]
+    if len(ropes) != 1 or ropes[0].cos_sin_cache.dim() != 2:
+        raise UnsupportedModel("a layer does not have exactly one RoPE with one table of cos and sin")
+    return ropes[0]

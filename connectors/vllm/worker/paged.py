@@ -54,7 +54,7 @@ class Pages:
         self._submit = submit_of(self._views[0].device)
         self._stages = False  # If true, parts are copied whole, and pages are moved on the GPU.
 
-    def choose_way(self, seconds_of: Callable[[Callable[[], None]], float]) -> None:
+    def choose_copy_mode(self, seconds_of: Callable[[Callable[[], None]], float]) -> None:
         """Measure and choose the faster way to copy pages, if the device has a call for many copies.
 
         Either every page is copied separately, or each part is copied whole and a kernel on the GPU moves its pages.
@@ -63,7 +63,7 @@ class Pages:
         if self._submit is None:
             return
         count, seconds = min(TIMED_PAGES, len(self._views[0])), {False: float("inf"), True: float("inf")}
-        way, blocks = ("one by one", "by way of memory on the GPU"), range(count)[::-1]
+        modes, blocks = ("one by one", "through GPU memory"), range(count)[::-1]
         for stages in (False, True):
             self._stages = stages
             try:
@@ -72,14 +72,14 @@ class Pages:
                 moves = [Move(blocks[at : at + PART_PAGES], part) for at, part in zip(starts, parts, strict=True)]
                 seconds[stages] = min(seconds_of(partial(self.save_all, 0, moves)) for _ in range(TIMED))
             except RuntimeError as error:
-                log.warning("lmc cannot copy many pages in one call, %s: %s", way[stages], error)
+                log.warning("lmc could not copy many pages in one call, %s: %s", modes[stages], error)
         self._stages = seconds[True] < seconds[False]
         if seconds[self._stages] == float("inf"):
             self._submit = None
             return
-        text = "lmc copies pages of %d KiB %s (%d of them: %.0f us, the other way %.0f us)"
+        text = "lmc chose to copy pages of %d KiB %s (%d pages: %.0f us; otherwise: %.0f us)"
         ours, other = (1e6 * seconds[stages] for stages in (self._stages, not self._stages))
-        log.info(text, self.page_bytes[0] >> 10, way[self._stages], count, ours, other)
+        log.info(text, self.page_bytes[0] >> 10, modes[self._stages], count, ours, other)
 
     def save_all(self, layer: int, moves: Sequence[Move]) -> None:
         """Copy pages into parts; on a GPU, all pages are copied in one call if possible."""
@@ -133,8 +133,8 @@ class Pages:
         ]
         pages = view.data_ptr() + blocks * (view.stride(0) * view.element_size())
         inside = np.arange(len(offsets), dtype=np.int64) * stretch
-        found = (pages[:, None] + offsets).ravel(), (np.concatenate(begins)[:, None] + inside).ravel()
-        return Copies(*found, np.full(len(found[0]), stretch, np.int64))
+        addresses = (pages[:, None] + offsets).ravel(), (np.concatenate(begins)[:, None] + inside).ravel()
+        return Copies(*addresses, np.full(len(addresses[0]), stretch, np.int64))
 
     def save(self, layer: int, blocks: Sequence[int], part: torch.Tensor) -> None:
         """Copy the pages of `blocks` side by side into `part`, uint8 `[n]`."""
@@ -161,11 +161,11 @@ class TokenAccess:
         self.head_dim: int = attention.head_size
         self.dtype: torch.dtype = cache.dtype
         if cache.dim() != 4 or cache.shape[3] != KV * self.head_dim:
-            raise UnsupportedModel("its KV cache does not hold a key and a value for each head and token")
+            raise UnsupportedModel("its KV cache does not store a key and a value for each head and token")
         if not cache.dtype.is_floating_point or cache.dtype.itemsize == 1:
             raise UnsupportedModel(f"its KV cache is quantised ({cache.dtype})")
         if not hasattr(attention.impl, "do_kv_cache_update"):
-            raise UnsupportedModel(f"its attention backend {backend} has no writer of its own")
+            raise UnsupportedModel(f"its attention backend {backend} has no separate operation that writes KV")
         blocks, self.kv_heads, self._size, _ = cache.shape
         self._cpu = backend == "CPU_ATTN"
         self.kernels = TORCH if self._cpu else kernels  # Triton kernels need the numbers of a row side by side.
@@ -226,7 +226,7 @@ def _page_major(cache: torch.Tensor, blocks: int) -> torch.Tensor:
     `ratio` is the number of kernel blocks in a block of the scheduler.
     """
     if cache.shape[0] % blocks:
-        raise UnsupportedModel(f"a cache of shape {tuple(cache.shape)} is not made of the engine's {blocks} blocks")
+        raise UnsupportedModel(f"a cache of shape {tuple(cache.shape)} does not match the engine's {blocks} blocks")
     pages: torch.Tensor = cache.permute(0, *_order(cache)).unflatten(0, (blocks, cache.shape[0] // blocks))
     return pages
 

@@ -18,19 +18,19 @@ log = logging.getLogger(__name__)
 class RankSlab:
     """The parts of slots that belong to this rank's layers."""
 
-    def __init__(self, at: SlabAddress, gone: Callable[[SlabAddress], object] = lambda _: None) -> None:
+    def __init__(self, at: SlabAddress, on_end: Callable[[SlabAddress], object] = lambda _: None) -> None:
         """Map the parts. Raises `StorageError` if the slab cannot be opened.
 
-        A separate thread calls `gone` when the cache server that owns the slab has ended.
+        A separate thread calls `on_end` when the cache server that owns the slab has ended.
         """
         self.at = at
         self._share = at.shares.of(get_pp_group().rank_in_group, get_tp_group().rank_in_group)
         self._slab = Slab.attach(at, self._share)
         if at.owner:
             if torch.cuda.is_available() and not at.page_locked:
-                text = "the memory of the cache server is not page-locked, and copies to the GPU are slower"
+                text = "the memory of the cache server is not page-locked, so copies to the GPU are slower"
                 log.warning("%s: start `lmc serve` with --page-locked if all of its engines have one model", text)
-            threading.Thread(target=_wait_for, args=(at, gone), name="lmc-server", daemon=True).start()
+            threading.Thread(target=_wait_for, args=(at, on_end), name="lmc-server", daemon=True).start()
 
     def part(self, slot: int, layer: int) -> torch.Tensor:
         """Return the part of a slot for one of this rank's layers: uint8 `[n]`."""
@@ -40,11 +40,11 @@ class RankSlab:
         """Return how many parts of a chunk must have arrived so that this layer is complete on all ranks."""
         return self._share.needed(layer)
 
-    def ready(self, wanted: Sequence[PageCopy | Piece]) -> int:
+    def ready(self, copies: Sequence[PageCopy | Piece]) -> int:
         """Return the smallest number of parts in a slot; `LOST`, which is less than any number, if a chunk is lost."""
-        return min((self._slab.ready(Slot(one.slot), one.tag) for one in wanted), default=self._slab.parts)
+        return min((self._slab.ready(Slot(copy.slot), copy.tag) for copy in copies), default=self._slab.parts)
 
 
-def _wait_for(at: SlabAddress, gone: Callable[[SlabAddress], object]) -> None:
+def _wait_for(at: SlabAddress, on_end: Callable[[SlabAddress], object]) -> None:
     if wait_until_unlocked(at.owner):
-        gone(at)
+        on_end(at)

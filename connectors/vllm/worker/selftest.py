@@ -8,7 +8,15 @@ from typing import Any
 import torch
 
 from lmc.blend.canvas import KV
-from lmc.blend.selftest import ASKING, MOVED, TOKENS, prove, prove_compiled, random_prompt, rehearse
+from lmc.blend.selftest import (
+    DOCUMENT_POSITION,
+    PROMPT_TOKENS,
+    QUESTION_SIZE,
+    prove,
+    prove_compiled,
+    random_prompt,
+    rehearse,
+)
 from lmc.blend.strategies import RecomputePolicy
 from lmc.connectors.vllm.messages import BlendJob
 from lmc.connectors.vllm.worker.canvas import BatchRows, PagedCanvas, prefill_alone
@@ -30,22 +38,27 @@ def prove_model(layers: NativeLayers, vocabulary: int, blocks: int, stream: "tor
     On a GPU, a stored document is copied on `stream` from page-locked memory, as in a blend. Returns whether the model
     can also be called in its compiled form.
     """
-    need = -(-TOKENS // layers.block_size)
+    need = -(-PROMPT_TOKENS // layers.block_size)
     if blocks <= need:
-        raise UnsupportedModel(f"the KV cache has only {blocks} blocks, too few for the self-test")
+        raise UnsupportedModel(f"the KV cache has only {blocks} blocks, and the self-test needs more")
     table, tokens = tuple(range(1, need + 1)), random_prompt(vocabulary)  # Block 0 is the null block.
-    piece = Piece.whole(RecordKind.DOCUMENT, ChunkKey(b""), TOKENS - MOVED, MOVED, 0, None, exact=False)
+    piece = Piece.whole(
+        RecordKind.DOCUMENT, ChunkKey(b""), PROMPT_TOKENS - DOCUMENT_POSITION, DOCUMENT_POSITION, 0, None, exact=False
+    )
     with torch.inference_mode():
         try:
-            whole, in_two = (_prefill(layers, tokens, table, chunks) for chunks in ([TOKENS], [MOVED, TOKENS]))
-            alone = _prefill_alone(layers, tokens[MOVED:], table)
+            whole, in_two = (
+                _prefill(layers, tokens, table, chunks)
+                for chunks in ([PROMPT_TOKENS], [DOCUMENT_POSITION, PROMPT_TOKENS])
+            )
+            alone = _prefill_alone(layers, tokens[DOCUMENT_POSITION:], table)
             part = torch.stack(alone[0]).flatten().view(torch.uint8)
             if stream is not None:
                 part = part.cpu().pin_memory()
             canvas = _canvas(layers, tokens, table, (), torch.empty(0))
             _agree(lambda: prove(canvas, _canvas(layers, tokens, table, (piece,), part, stream), whole, in_two))
             if layers.device.type == "cuda":  # Nothing is compiled for a CPU.
-                moved = replace(piece, tokens=piece.tokens - ASKING)
+                moved = replace(piece, tokens=piece.tokens - QUESTION_SIZE)
                 rehearse(lambda: _canvas(layers, tokens, table, (moved,), part, stream), moved)
             return layers.compiled and on_all_ranks(good=_as_compiled(canvas, whole, in_two))
         finally:
@@ -69,9 +82,9 @@ def _as_compiled(canvas: PagedCanvas, whole: list[KV], in_two: list[KV]) -> bool
         prove_compiled(canvas, whole, in_two)
         return True
     except UnsupportedModel as error:
-        log.warning("lmc calls the model layer by layer, which is slower than as it was compiled: %s", error)
+        log.warning("lmc will call the model layer by layer, which is slower than its compiled form: %s", error)
     except Exception:
-        log.exception("lmc calls the model layer by layer, because it could not call it as it was compiled")
+        log.exception("lmc will call the model layer by layer, because a call of its compiled form failed")
     return False
 
 
@@ -88,8 +101,8 @@ def run_full_batch(layers: NativeLayers, rows: int) -> int:
             make_room(FIRST_SHARE * _bytes_of(layers, rows // FIRST_SHARE), layers.device, f"a batch of {rows} tokens")
         return _bytes_of(layers, rows)
     except (torch.OutOfMemoryError, NoMemory) as error:
-        cure = "lower --max-num-batched-tokens or --gpu-memory-utilization"
-        raise UnsupportedModel(f"a batch of {rows} tokens does not fit into what memory is left: {cure}") from error
+        hint = "lower --max-num-batched-tokens or --gpu-memory-utilization"
+        raise UnsupportedModel(f"a batch of {rows} tokens does not fit into the free memory: {hint}") from error
 
 
 def _bytes_of(layers: NativeLayers, rows: int) -> int:
@@ -125,7 +138,9 @@ def _canvas(
         documents=documents,
         policy=RecomputePolicy(strategy="all"),
     )
-    return PagedCanvas(layers, job, BatchRows(TOKENS, TOKENS), lambda *_: part, lambda _: True, stream=stream)
+    return PagedCanvas(
+        layers, job, BatchRows(PROMPT_TOKENS, PROMPT_TOKENS), lambda *_: part, lambda _: True, stream=stream
+    )
 
 
 def _prefill(layers: NativeLayers, tokens: list[int], table: tuple[int, ...], stops: list[int]) -> list[KV]:
@@ -133,14 +148,14 @@ def _prefill(layers: NativeLayers, tokens: list[int], table: tuple[int, ...], st
     blocks, ids = torch.tensor(table, device=layers.device), torch.tensor(tokens, device=layers.device)
     for start, stop in zip([0, *stops], stops, strict=False):
         positions = torch.arange(start, stop, device=layers.device)
-        rows = layers.begin(ids, positions, blocks, TOKENS)
+        rows = layers.begin(ids, positions, blocks, PROMPT_TOKENS)
         layers.run_model(rows, rows.batches[0])
     return _read(layers, blocks, stops[-1])
 
 
 def _prefill_alone(layers: NativeLayers, tokens: list[int], table: tuple[int, ...]) -> list[KV]:
     blocks, ids = torch.tensor(table, device=layers.device), torch.tensor(tokens, device=layers.device)
-    for _ in prefill_alone(layers, ids, blocks, BatchRows(TOKENS)):
+    for _ in prefill_alone(layers, ids, blocks, BatchRows(PROMPT_TOKENS)):
         pass
     return _read(layers, blocks, len(tokens))
 

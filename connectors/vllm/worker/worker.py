@@ -50,7 +50,7 @@ from lmc.storage.memory.slab import LOST, SlabAddress
 log = logging.getLogger(__name__)
 
 LEARN_EVERY = 8  # While blends and loads run, one slice of learning is done in this many steps.
-LEAST_ROWS = 512  # minimal rows per call of a layer on a CPU, or of the compiled model: each call reads all weights
+MIN_ROWS = 512  # minimal rows per call of a layer on a CPU, or of the compiled model: each call reads all weights
 
 
 class EndedLoad(NamedTuple):
@@ -98,9 +98,9 @@ class Worker:
         cache = next(iter(caches.values()))
         self._device = cache.device
         self._streams = Streams(self._device)
-        self._pages.choose_way(seconds_of)
+        self._pages.choose_copy_mode(seconds_of)
         if self._device.type != "cuda":  # On a GPU, kernels may have buffers for the tokens of one step only.
-            self._rows = BatchRows(layer=max(LEAST_ROWS, self._step_tokens))
+            self._rows = BatchRows(layer=max(MIN_ROWS, self._step_tokens))
         refused = "blending is off (enable_blending)"
         if self._blends:
             refused = why_not or self._prepare_blending(caches, model)
@@ -119,17 +119,17 @@ class Worker:
 
     def _prepare_blending(self, caches: dict[str, torch.Tensor], model: Any | None) -> str:
         if model is None:
-            return "the loaded model was not found in this worker (is another plugin in the way?)"
+            return "the loaded model was not found in this worker (does another plugin replace it?)"
         if self._config.lora_config is not None:
             # The model's layers would apply the adapters of the engine's last batch to lmc's rows.
             return "LoRA is enabled (--enable-lora)"
         try:
             layers = NativeLayers(model, self._config, self._kv_cache_config, caches)
             if layers.depth != self._pages.layers:
-                raise UnsupportedModel("the engine has other KV caches than one for each of its layers")
+                raise UnsupportedModel("the engine does not have exactly one KV cache per layer")
             vocabulary, blocks = self._config.model_config.get_vocab_size(), self._kv_cache_config.num_blocks
             as_compiled = prove_model(layers, vocabulary, blocks, self._streams.load)
-            if as_compiled and self._step_tokens >= BLEND_SHARE * LEAST_ROWS:
+            if as_compiled and self._step_tokens >= BLEND_SHARE * MIN_ROWS:
                 self._rows = self._rows._replace(through=self._step_tokens // BLEND_SHARE)
             if self._device.type == "cuda":  # On a CPU, this batch takes seconds, and memory is less scarce.
                 self._batch_bytes = run_full_batch(
@@ -138,7 +138,7 @@ class Worker:
         except UnsupportedModel as error:
             return str(error)
         except Exception as error:
-            log.exception("lmc could not try whether this model can be blended")
+            log.exception("lmc could not run the self-test of this model")
             return f"the self-test raised {type(error).__name__}: {error}"
         self._layers = layers
         return ""
@@ -169,27 +169,27 @@ class Worker:
         for job in plan.loads:
             self._loading[job.request] = self._load_or_blend(job)
         for document in plan.learn:
-            what = f"a document of {len(document.tokens)} tokens"
+            name = f"a document of {len(document.tokens)} tokens"
             batch = self._pages.layers * min(self._rows.through, len(document.tokens))
             self._learning.append(
-                Work(self._learn(document), job=document.job, idle=document.idle, computes=what, coming=batch)
+                Work(self._learn(document), job=document.job, idle=document.idle, computes=name, coming=batch)
             )
         for backfill in plan.backfill:
-            what = f"the exact KV of {len(backfill.tokens)} tokens"
+            name = f"the exact KV of {len(backfill.tokens)} tokens"
             rows = self._pages.layers * min(self._rows.through, len(backfill.tokens))
-            self._backfills.append(Work(self._backfill(backfill), job=backfill.job, computes=what, coming=rows))
-        for given_up in [one for one in (*self._learning, *self._backfills) if one.job in plan.cancel]:
-            self._end(given_up, (), failed=True)
-        whole = self._step_tokens * self._pages.layers
-        most = max(whole - plan.scheduled * self._pages.layers, whole // BLEND_SHARE)
+            self._backfills.append(Work(self._backfill(backfill), job=backfill.job, computes=name, coming=rows))
+        for cancelled in [work for work in (*self._learning, *self._backfills) if work.job in plan.cancel]:
+            self._end(cancelled, (), failed=True)
+        all_token_layers = self._step_tokens * self._pages.layers
+        limit = max(all_token_layers - plan.scheduled * self._pages.layers, all_token_layers // BLEND_SHARE)
         with torch.inference_mode():
-            left = most - self._do(list(self._loading.values()), most, first=plan.first)
+            remaining = limit - self._do(list(self._loading.values()), limit, first=plan.first)
             if plan.first:  # A prompt waits for the next step.
-                left = 0
+                remaining = 0
             # Learning comes last. While requests run, it gets one slice of a step, so that requests hardly wait for it.
-            turn = left == most or not self._steps % LEARN_EVERY
+            turn = remaining == limit or not self._steps % LEARN_EVERY
             idle = not plan.scheduled and not self._loading
-            self._do([work for work in self._learning if not work.idle], 0 if plan.scheduled else left, alone=turn)
+            self._do([work for work in self._learning if not work.idle], 0 if plan.scheduled else remaining, alone=turn)
             # Idle work gets one slice of a step, so that a new request waits for one slice at most.
             if idle and all(work.idle for work in self._learning):
                 self._do(self._learning or self._backfills, 0)
@@ -201,9 +201,9 @@ class Worker:
             self._fail(job.request, _blocks(job.copies) if isinstance(job, LoadJob) else self._blocks_to_fill(job))
         for request, blocks in plan.failed.items():
             self._fail(request, blocks)
-        known = {job for _, job in self._copied}
+        reported = {job for _, job in self._copied}
         numbers = {document.job for document in plan.learn} | {backfill.job for backfill in plan.backfill}
-        for number in numbers - known:
+        for number in numbers - reported:
             self._report.failed.add(number)
             self._copied.append((self._streams.event(), number))
 
@@ -225,18 +225,24 @@ class Worker:
         The slab of a cache server is mapped at the first job, because only then is the scheduler's process certain to
         keep it open.
         """
-        at = plan.slab
-        if self._slab is not None and self._slab.at != at:
+        address = plan.slab
+        if self._slab is not None and self._slab.at != address:
             self._slab = None
-        if self._slab is None and at is not None and (not at.lifeline or plan.loads or plan.saves or plan.learn):
+        if (
+            self._slab is None
+            and address is not None
+            and (not address.lifeline or plan.loads or plan.saves or plan.learn)
+        ):
             try:
-                self._slab = RankSlab(at, self._let_go)
+                self._slab = RankSlab(address, self._unmap)
             except StorageError as error:
-                if not at.lifeline or self._ranks > 1:  # Other ranks may have mapped it, and would wait for this rank.
+                if (
+                    not address.lifeline or self._ranks > 1
+                ):  # Other ranks may have mapped it, and would wait for this rank.
                     raise
-                log.warning("the memory of the cache server cannot be mapped, and nothing is loaded: %s", error)
+                log.warning("could not map the memory of the cache server, so nothing is loaded: %s", error)
 
-    def _let_go(self, at: SlabAddress) -> None:
+    def _unmap(self, at: SlabAddress) -> None:
         """Unmap the slab of a cache server that has ended, even in an idle engine, so that its memory is freed."""
         under_way = self._loading or self._learning or self._copied or self._ended
         if self._slab is not None and self._slab.at == at and not under_way:
@@ -271,19 +277,19 @@ class Worker:
 
     def outcome(self) -> tuple[set[str], set[int]]:
         """Return, for the engine, the requests whose load has ended and the blocks with invalid contents."""
-        over, waiting = divided(self._ended)
-        bad = {block for load in over for block in load.bad}
-        for load in over:
+        ended, waiting = divided(self._ended)
+        bad = {block for load in ended for block in load.bad}
+        for load in ended:
             if not load.bad and self._is_lost(load.wanted):  # A slot was given to another chunk during the copies.
                 self._report.lost.add(load.request)
                 bad.update(load.blocks)
         self._ended = waiting  # Updated last, so that an error before this line loses no load.
-        return {load.request for load in over}, bad
+        return {load.request for load in ended}, bad
 
     def report(self) -> StepReport:
         """Return, for lmc's scheduler, the jobs that have ended since the last report."""
-        over, self._copied = divided(self._copied)
-        self._report.done |= {job: 1 for _, job in over}
+        finished, self._copied = divided(self._copied)
+        self._report.done |= {job: 1 for _, job in finished}
         report, self._report = self._report, StepReport()
         return report
 
@@ -321,13 +327,13 @@ class Worker:
             self._end(work, ())
         except (ChunkLost, NoMemory) as error:
             lost = isinstance(error, ChunkLost)
-            why = f"a chunk for request {work.request} was lost while it was loaded" if lost else str(error)
-            log.warning("%s; %s", why, "the engine computes it" if work.request else "it is not learned")
+            reason = f"a chunk for request {work.request} was lost while it was loaded" if lost else str(error)
+            log.warning("%s; %s", reason, "the engine will compute it" if work.request else "it was not learned")
             self._end(work, work.blocks, failed=True)
         except Exception:
             if self._ranks > 1:
                 raise  # The other ranks are about to enter a collective operation, and would wait forever.
-            log.exception("lmc failed in a worker; the engine computes what lmc should have loaded")
+            log.exception("lmc failed in a worker; the engine will compute what lmc should have loaded")
             self._end(work, work.blocks, failed=True)
         return done
 
@@ -383,19 +389,21 @@ class Worker:
 
     def _blend(self, job: BlendJob) -> Generator[Cost, None, None]:
         assert self._layers is not None
-        wanted: list[PageCopy | Piece] = [*job.copies, *job.documents]
+        copies: list[PageCopy | Piece] = [*job.copies, *job.documents]
 
         def arrived(layer: int) -> bool:
-            return job.ready or self._has_arrived(job.request, wanted, layer)
+            return job.ready or self._has_arrived(job.request, copies, layer)
 
         loads = self._page_loads(job) if job.copies else None
         canvas = PagedCanvas(self._layers, job, self._rows, self._part, arrived, loads, self._streams.load)
-        length, placements = len(job.tokens), job.documents
-        given = BlendInput(length=length, stop=job.stop, question=job.question, placements=placements, start=job.exact)
-        blender = Blender(canvas, given, job.policy)
-        for done in blender.slices():
-            yield Cost(done.cost, done.coming)
-        self._check(wanted)
+        length, pieces = len(job.tokens), job.documents
+        blend_input = BlendInput(
+            length=length, stop=job.stop, question=job.question, placements=pieces, start=job.exact
+        )
+        blender = Blender(canvas, blend_input, job.policy)
+        for finished in blender.slices():
+            yield Cost(finished.cost, finished.coming)
+        self._check(copies)
         self._report.blended[job.request] = _facts(job, blender.result)
 
     def _learn(self, job: LearnJob) -> Generator[Cost, None, None]:
@@ -403,12 +411,12 @@ class Worker:
         tokens, blocks = (torch.tensor(one, device=self._device) for one in (job.tokens, job.blocks))
         behind = self._layers.slots(blocks, torch.arange(job.document, device=self._device))
         prefix = self._prefix_kv.get(job.resets, [])
-        known = job.document if prefix else 0
+        computed = job.document if prefix else 0
         for access, kv in zip(self._layers.access, prefix, strict=False):
             access.scatter(behind, *kv)
-        for cost in prefill_alone(self._layers, tokens, blocks, self._rows, known):
+        for cost in prefill_alone(self._layers, tokens, blocks, self._rows, computed):
             yield Cost(cost)
-        if job.document > known:
+        if job.document > computed:
             self._prefix_kv = {job.resets: [access.gather(behind) for access in self._layers.access]}
         begin, count = job.document, len(job.tokens) - job.document
         for slot, (start, stop) in zip(job.slots, chunk_bounds(count, job.chunk), strict=True):
@@ -421,7 +429,7 @@ class Worker:
     def _backfill(self, job: BackfillJob) -> Generator[Cost, None, None]:
         assert self._layers is not None
         tokens, blocks = (torch.tensor(one, device=self._device) for one in (job.tokens, job.blocks))
-        rows = self._rows._replace(layer=min(self._rows.layer, LEAST_ROWS))
+        rows = self._rows._replace(layer=min(self._rows.layer, MIN_ROWS))
         for cost in prefill_alone(self._layers, tokens, blocks, rows, job.known):
             yield Cost(cost)
 
@@ -447,27 +455,27 @@ class Worker:
     def _part(self, slot: int, layer: int) -> torch.Tensor:
         return self._mapped.part(slot, layer)
 
-    def _has_arrived(self, request: str, wanted: Sequence[PageCopy | Piece], layer: int) -> bool:
+    def _has_arrived(self, request: str, copies: Sequence[PageCopy | Piece], layer: int) -> bool:
         """Return whether all parts of a layer are in all slots; the result is the same on every rank.
 
         Raises `ChunkLost` if a part will never arrive.
         """
-        ready = self._arrived.get(request, 0) if self._ranks > 1 else self._mapped.ready(wanted)
+        ready = self._arrived.get(request, 0) if self._ranks > 1 else self._mapped.ready(copies)
         if ready == LOST:
             raise ChunkLost([])
         return ready >= self._mapped.needed(layer)
 
-    def _check(self, wanted: Sequence[PageCopy | Piece]) -> None:
+    def _check(self, copies: Sequence[PageCopy | Piece]) -> None:
         """Raise `ChunkLost` if a slot was given to another chunk while it was read.
 
         The check runs at the end of a job, where ranks may differ: blocks that one rank reports are invalid for all.
         """
-        if self._is_lost(wanted):
+        if self._is_lost(copies):
             raise ChunkLost([])
 
-    def _is_lost(self, wanted: Sequence[PageCopy | Piece]) -> bool:
+    def _is_lost(self, copies: Sequence[PageCopy | Piece]) -> bool:
         """Return whether a slot holds a different chunk than expected, or the slab is not mapped."""
-        return bool(wanted) and (self._slab is None or self._slab.ready(wanted) == LOST)
+        return bool(copies) and (self._slab is None or self._slab.ready(copies) == LOST)
 
     @property
     def _block_size(self) -> int:
