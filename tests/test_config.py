@@ -183,8 +183,8 @@ class TestYaml:
         [
             ("- 1\n- 2", "holds a list; it must be a mapping"),
             ("chunk_size", "holds a str; it must be a mapping"),
-            ("chunk_size: [1", "line 1, column 15 (from LMC_CONFIG_FILE) is no YAML"),
-            ("chunk_size: 2024-99-99", "is no YAML"),
+            ("chunk_size: [1", "in line 1, column 15"),
+            ("chunk_size: 2024-99-99", "is not YAML"),
             ("chunk_size:", "chunk_size = None (YAML"),
             ("chunk_sizes: 1", "did you mean chunk_size?"),
             ("1: 2", "unknown setting 1 (YAML"),
@@ -199,11 +199,11 @@ class TestYaml:
     def test_bytes_that_are_no_text_are_refused(self, tmp_path: Path) -> None:
         file = tmp_path / "x.yaml"
         file.write_bytes(b"\xff\xfe\xfa")
-        assert "is no YAML" in refusal(LMC_CONFIG_FILE=str(file))
+        assert "is not YAML" in refusal(LMC_CONFIG_FILE=str(file))
 
     def test_a_missing_file_is_an_error_and_not_no_settings(self, tmp_path: Path) -> None:
         said = refusal(LMCACHE_CONFIG_FILE=str(tmp_path / "gone.yaml"))
-        assert said.startswith(f"LMCACHE_CONFIG_FILE = {tmp_path}/gone.yaml (environment): No such file")
+        assert said.startswith(f"YAML {tmp_path}/gone.yaml (from LMCACHE_CONFIG_FILE) cannot be read: No such file")
 
     def test_a_broken_line_is_not_quoted_for_it_may_hold_a_password(self, tmp_path: Path) -> None:
         file = tmp_path / "x.yaml"

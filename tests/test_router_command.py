@@ -137,11 +137,11 @@ WRONG = {
     "no way to find engines": (("--service-discovery", "consul"), "must be static or k8s"),
     "a wrong option of the router": (
         ("--static-backends", "http://a", "--option", "health_seconds=0"),
-        "--option health_seconds=0 is invalid: input should be greater than or equal to 0.1",
+        "--option health_seconds=0 (command line) is invalid: input should be greater than or equal to 0.1",
     ),
     "a misspelt option of the router": (
         ("--static-backends", "http://a", "--option", "helth_seconds=1"),
-        "no option helth_seconds: did you mean health_seconds?",
+        "no option helth_seconds (command line): did you mean health_seconds?",
     ),
     "a port out of range": (("--static-backends", "http://a", "--port", "70000"), "65535"),
 }
@@ -286,12 +286,20 @@ def test_presets_may_have_exceptions():
     assert from_command_line("cache_aware", {})._thresholds == (0.3, 64, 1.5)
 
 
+def test_an_error_names_the_source_of_an_option(tmp_path):
+    file, engine = tmp_path / "router.yaml", ("--static-backends", "http://a")
+    for text in ("option: health_seconds=0", "health-seconds: 0"):
+        file.write_text(text)
+        assert f"health_seconds=0 (YAML {file}) is invalid" in refused(*engine, "--config", str(file))
+    assert "health_seconds=0 (environment) is invalid" in refused(*engine, LMC_ROUTER_OPTION="health_seconds=0")
+
+
 def test_unknown_options_of_a_file_are_named(tmp_path):
     file = tmp_path / "router.yaml"
     file.write_text("polcy: documents\n")
     assert "unknown: polcy" in refused("--config", str(file))
     file.write_text("[1, 2]")
-    assert "expected a mapping" in refused("--config", str(file))
+    assert "it must be a mapping such as 'policy: documents'" in refused("--config", str(file))
 
 
 def test_a_misspelt_variable_is_an_error_and_those_of_a_kubernetes_service_are_none():

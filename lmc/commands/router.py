@@ -17,6 +17,7 @@ from lmc.router.engines import EnginePorts, Engines
 from lmc.router.policies import from_command_line
 
 if TYPE_CHECKING:
+    from lmc.config.sources import Given
     from lmc.router.policies.base import Policy
     from lmc.router.settings import RouterSettings
 
@@ -36,20 +37,14 @@ def _read_file(context: typer.Context, file: Path | None) -> Path | None:
 
     Raises `ConfigError` if the file or the environment names an unknown option.
     """
-    import yaml
-
+    from lmc.config.sources import read_mapping
     from lmc.router.arguments import FORMER_FLAGS
 
     names = {str(parameter.name) for parameter in context.command.params}
     _check_environment(names)
     if file is None:
         return None
-    try:
-        content = yaml.safe_load(file.read_text()) or {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {file} cannot be read: {getattr(error, 'strerror', None) or 'not YAML'}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"--config {file}: expected a mapping; `lmc router --help` shows the options, its names")
+    content = read_mapping(file, f"--config {file}", "policy: documents")
     values = {str(name).replace("-", "_"): value for name, value in content.items()}
     if unknown := values.keys() - names - FORMER_FLAGS:
         raise ConfigError(f"--config {file} has unknown options {', '.join(sorted(unknown))}; see `lmc router --help`")
@@ -158,8 +153,8 @@ def router(
 
     set_up_log()
     flags = other_flags(context.args, [f"--{parameter.name}".replace("_", "-") for parameter in context.command.params])
-    values, moved = _options(context, flags.moved, option or [])
-    name, options = policy_name(policy), router_options(values)
+    given, moved = _options(context, flags.moved, option or [], config)
+    name, options = policy_name(policy), router_options(given)
     settings = RouterSettings(
         session_key=options.session_key, special_string=options.special_string, exact_tokens=options.exact_tokens,
         api_key=api_key, tokenizers=paths_of_models(tokenizers), tokenizer_processes=options.tokenizer_processes,
@@ -175,7 +170,7 @@ def router(
     source = discovery or flags.discovery
     if not len(engines) and not source:
         raise ConfigError("no engines: set --static-backends http://a:8000,http://b:8000, or --discovery")
-    chosen_policy = from_command_line(name, {**flags.options, **policy_options(name, values)})
+    chosen_policy = from_command_line(name, {**flags.options, **policy_options(name, given)})
     if chosen_policy.needs.cutter is not None:
         chosen_policy.needs.cutter.special_string = options.special_string
     check_kv_events(name, chosen_policy, engines, source)
@@ -183,21 +178,23 @@ def router(
 
 
 def _options(
-    context: typer.Context, flags: Mapping[str, str], options: list[str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+    context: typer.Context, flags: Mapping[str, str], options: list[str], file: Path | None
+) -> tuple[dict[str, "Given"], dict[str, Any]]:
     """Return the values of `--option` from all sources, and those given in the form of earlier versions.
 
     Earlier versions had a flag, a variable and a name in the file for each of these options. All three still work.
     """
+    from lmc.config.sources import Given
     from lmc.router.arguments import FORMER_FLAGS, written_options
 
     variables = {name: value for name in sorted(FORMER_FLAGS) if (value := os.environ.get(f"{PREFIX}_{name.upper()}"))}
     moved = dict(zip(SOURCES, (context.meta.get(FROM_FILE, {}), variables, flags), strict=True))
     source = getattr(context.get_parameter_source("option"), "name", "")
-    values: dict[str, Any] = {}
-    for kind in SOURCES:
-        values |= moved[kind] | (written_options(options) if kind == source else {})
-    return values, {name: value for kind in SOURCES for name, value in moved[kind].items()}
+    given: dict[str, Given] = {}
+    for kind, origin in zip(SOURCES, (f"YAML {file}", "environment", "command line"), strict=True):
+        values = moved[kind] | (written_options(options) if kind == source else {})
+        given |= {name: Given(value, origin) for name, value in values.items()}
+    return given, {name: value for kind in SOURCES for name, value in moved[kind].items()}
 
 
 def _run(

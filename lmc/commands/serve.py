@@ -259,15 +259,10 @@ def _prepare(settings: "Settings", http: str, document_events: str) -> None:
 
 def _tenants_in(file: Path) -> dict[str, str]:
     """Return the cache salts in a file, by token. Raises `ConfigError` if the file is invalid."""
-    import yaml
+    from lmc.config.sources import read_mapping
 
-    try:
-        tokens = yaml.safe_load(file.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"--tenants {file} cannot be read: {getattr(error, 'strerror', 'it is not valid YAML')}"
-        ) from None
-    valid = isinstance(tokens, dict) and all(isinstance(text, str) and text for pair in tokens.items() for text in pair)
+    tokens = read_mapping(file, f"--tenants {file}", "cache_salt: token")
+    valid = tokens and all(isinstance(text, str) and text for pair in tokens.items() for text in pair)
     if not valid or len(set(tokens.values())) < len(tokens):
         raise ConfigError(f"--tenants {file} must have a line `cache_salt: token` for each tenant, and no token twice")
     return {token: salt for salt, token in tokens.items()}

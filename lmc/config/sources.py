@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -212,26 +212,31 @@ def read_yaml(environ: Mapping[str, str], names: Collection[str]) -> Source:
     variable = next((name for name in CONFIG_FILES if environ.get(name)), None)
     if variable is None:
         return Source()
-    path = Path(os.path.expanduser(environ[variable]))
-    origin = f"YAML {path}"
+    path, found = Path(os.path.expanduser(environ[variable])), Source()
+    document = read_mapping(path, f"YAML {path} (from {variable})", "chunk_size: 256")
+    written = {str(key): value for key, value in document.items()}
+    found.read(written, {name: name for name in names}, lambda _: f"YAML {path}")
+    return found
+
+
+def read_mapping(path: Path, given: str, example: str) -> dict[Any, Any]:
+    """Return the mapping in a YAML file, which is empty for an empty file.
+
+    Raises `ConfigError`, which begins with `given`, and has an `example` of a line if there is no mapping.
+    """
     try:
         document = yaml.safe_load(path.read_bytes())
     except OSError as error:
-        wanted = "give the path of a readable YAML file, or unset the variable"
-        raise ConfigError(f"{variable} = {path} (environment): {error.strerror}; {wanted}") from error
+        raise ConfigError(f"{given} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-99-99
         mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", "a value that cannot be read")
         # The parser's message quotes the line, which may contain a password.
-        raise ConfigError(f"{origin}{where} (from {variable}) is no YAML: {problem}") from None
+        raise ConfigError(f"{given} is not YAML: {problem}{where}") from None
     if not isinstance(document, dict | None):
-        kind = type(document).__name__
-        raise ConfigError(f"{origin} (from {variable}) holds a {kind}; it must be a mapping such as 'chunk_size: 256'")
-    found = Source()
-    written = {str(key): value for key, value in (document or {}).items()}
-    found.read(written, {name: name for name in names}, lambda _: origin)
-    return found
+        raise ConfigError(f"{given} holds a {type(document).__name__}; it must be a mapping such as '{example}'")
+    return document or {}
 
 
 def _is_no_setting(key: str) -> bool:

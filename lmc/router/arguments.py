@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from lmc.config.sources import Given
 from lmc.errors import ConfigError, InputError
 from lmc.router.engines import EngineAddress, Engines, address
 from lmc.router.policies import policy_class
@@ -139,30 +140,34 @@ def written_options(texts: Sequence[str]) -> dict[str, str]:
     return options
 
 
-def router_options(values: Mapping[str, Any]) -> RouterOptions:
+def router_options(given: Mapping[str, Given]) -> RouterOptions:
     """Return the router's own options among those given. Raises `ConfigError` for an invalid value."""
     try:
-        return RouterOptions(**{name: values[name] for name in values.keys() & RouterOptions.model_fields.keys()})
+        known = given.keys() & RouterOptions.model_fields.keys()
+        return RouterOptions.model_validate({name: given[name].value for name in known})
     except ValidationError as error:
         first = error.errors()[0]
-        name = first["loc"][0]
-        raise ConfigError(f"--option {name}={first['input']} is invalid: {first['msg'].lower()}") from None
+        name = str(first["loc"][0])
+        value, origin = given[name]
+        raise ConfigError(f"--option {name}={value} ({origin}) is invalid: {first['msg'].lower()}") from None
 
 
-def policy_options(policy: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def policy_options(policy: str, given: Mapping[str, Given]) -> dict[str, Any]:
     """Return the policy's options among those given. Raises `ConfigError` for a misspelt option of the router."""
     import yaml
 
     options, names = {}, inspect.signature(policy_class(policy)).parameters
-    for name in values.keys() - RouterOptions.model_fields.keys():
-        value = values[name]
+    for name in given.keys() - RouterOptions.model_fields.keys():
+        value, origin = given[name]
         near = difflib.get_close_matches(name, [*names, *RouterOptions.model_fields], 1, cutoff=0.8)
         if name not in names and near and near[0] not in names:
-            raise ConfigError(f"lmc router has no option {name}: did you mean {near[0]}?")
+            raise ConfigError(f"lmc router has no option {name} ({origin}): did you mean {near[0]}?")
         try:
             options[name] = yaml.safe_load(value) if isinstance(value, str) else value
         except yaml.YAMLError:
-            raise ConfigError(f"--option {name}={value}: the value must be a number or a word, such as 0.5") from None
+            raise ConfigError(
+                f"--option {name}={value} ({origin}): the value must be a number or a word, such as 0.5"
+            ) from None
     return options
 
 
