@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from lab import Lab, engine, make_model
-from stepping import worker
+from stepping import pages
 
 sys.path.append(str(Path(__file__).parent.parent))
 from service_process import ServerProcess
@@ -29,10 +29,10 @@ class SharedEngine:
         if kind != self._kind:
             self.close()
             self._lab, self._kind = self._running.enter_context(engine(model, settings, **options)), kind
-            self._markers = self._lab.connector._scheduler._setup.markers
+            self._markers = self._lab.setup.markers
         self._lab.forget()
-        self._lab.connector._scheduler._setup.markers = self._markers
-        for view in worker()._pages._views:
+        self._lab.setup.markers = self._markers
+        for view in pages():
             view.zero_()
         return self._lab
 

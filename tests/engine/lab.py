@@ -234,22 +234,42 @@ class Lab:
         """Empty all caches, ours too."""
         self.forget_prefixes()
         self.store.flush()
-        self.connector._scheduler.forget_all()
+        self.lmc.forget_all()
+
+    @property
+    def lmc(self) -> Any:
+        """lmc's scheduler."""
+        return self.connector._scheduler
+
+    @property
+    def setup(self) -> Any:
+        """What lmc's scheduler was given at the start."""
+        return self.lmc._setup
 
     @property
     def store(self) -> Any:
         """Where the chunks are."""
-        return self.connector._scheduler.engine.store
+        return self.lmc.engine.store
+
+    @property
+    def tiers(self) -> Any:
+        """The tiers below memory, which tests wrap."""
+        return self.store._tiers
+
+    @property
+    def memory(self) -> Any:
+        """The state of the store, which has the slots of memory."""
+        return self.store._state
 
     def document_keys(self, tokens: Sequence[int]) -> list[Any]:
         """Keys of a document's chunks."""
-        engine = self.connector._scheduler.engine
+        engine = self.lmc.engine
         return engine.document_keys(tokens, engine.namespace(RecordKind.DOCUMENT))
 
     @property
     def numbers(self) -> dict[str, float]:
         """What lmc has counted."""
-        return self.connector._scheduler.numbers()
+        return self.lmc.numbers()
 
     def check(self) -> None:
         """Nothing is held, nothing has leaked."""
@@ -262,8 +282,8 @@ class Lab:
         self.store.flush()
         assert self.pool.get_num_free_blocks() == self.free_at_start
         assert self.store.held() == 0
-        assert not self.connector._scheduler.pending.under_way
-        assert not self.connector._scheduler._states
+        assert not self.lmc.pending.under_way
+        assert not self.lmc._states
 
 
 def launch(model: Path, settings: dict[str, Any] | None = None, **options: Any) -> LLM:

@@ -73,7 +73,7 @@ class Steps:
 
     def state(self, name: str) -> Any:
         """What our scheduler's side knows of it."""
-        return self.lab.connector._scheduler._states[self.request(name).request_id]
+        return self.lab.lmc._states[self.request(name).request_id]
 
     def loading(self, name: str) -> bool:
         """Whether a worker is at it."""
@@ -85,7 +85,7 @@ class Clock:
 
     def __init__(self, lab: Lab) -> None:
         self.now = 0.0
-        lab.connector._scheduler._setup.clock = self
+        lab.setup.clock = self
 
     def __call__(self) -> float:
         return self.now
@@ -97,7 +97,7 @@ class Gate:
     def __init__(self, lab: Lab, parts: int = 0) -> None:
         self._parts, self._read = parts, Counter()
         self._opened = threading.Event()
-        tiers = lab.store._tiers
+        tiers = lab.tiers
         tiers[0] = Faulty(tiers[0], self._wait)
 
     def open(self) -> None:
@@ -117,9 +117,19 @@ def worker() -> Any:
     return next(one._worker for one in getattr(top, "sub_connectors", [top]) if isinstance(one, LMCConnector))
 
 
+def pages() -> Any:
+    """The engine's pages, layer by layer."""
+    return worker()._pages._views
+
+
+def layers_of_lmc() -> Any:
+    """The worker's view of the model's layers."""
+    return worker()._layers
+
+
 def poison() -> None:
     """Fill the engine's pages, so that stale bytes are not right by chance."""
-    for view in worker()._pages._views:
+    for view in pages():
         view.fill_(3.0)
 
 
@@ -127,8 +137,8 @@ def only_on_disk(lab: Lab) -> None:
     """Take everything out of memory."""
     store = lab.store
     store.flush()
-    for key in list(store._state.host.keys()):
-        store._state.drop(key)
+    for key in list(lab.memory.host.keys()):
+        lab.memory.drop(key)
 
 
 def threads_are_done(lab: Lab) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from amount import mostly_long
 from lab import words
-from stepping import worker
+from stepping import layers_of_lmc, worker
 from transformers import AutoModelForCausalLM
 
 from lmc.blend.blender import Blender, BlendInput
@@ -231,7 +231,7 @@ def test_rows_that_go_through_all_layers_at_once_leave_the_same(lab, model, give
 @pytest.mark.parametrize("correction", ["none", "shift"])
 def test_of_the_last_layer_a_blend_computes_keys_and_values_only(lab, model, monkeypatch, correction, through):
     policy, finished = RecomputePolicy(strategy="union", correction=correction), set()
-    layers = worker()._layers._layers
+    layers = layers_of_lmc()._layers
     hooks = [layer.mlp.register_forward_hook(lambda *_, i=i: finished.add(i)) for i, layer in enumerate(layers)]
     monkeypatch.setitem(globals(), "last_logits", lambda *_: None)
     paged(lab, model, CASES["documents"], policy, BatchRows(ROWS, through))

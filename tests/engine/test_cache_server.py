@@ -132,4 +132,4 @@ def test_answers_are_right_while_the_server_is_away_and_hits_come_back_with_it(f
 
 
 def test_the_log_says_where_the_chunks_are(first, caplog):
-    assert "of the cache server at" in first.connector._summary(first.connector._scheduler.engine, blends=True)
+    assert "of the cache server at" in first.connector._summary(first.lmc.engine, blends=True)

@@ -15,7 +15,7 @@ TOKENS = [*PROMPT.tokens, *HEADER]
 @pytest.fixture(scope="module")
 def shared(models, shared_engine):
     lab = shared_engine(models("llama"))
-    lab.connector._scheduler._setup.markers = Markers(separators=(), answers=(HEADER,))
+    lab.setup.markers = Markers(separators=(), answers=(HEADER,))
     return lab
 
 
@@ -34,7 +34,7 @@ def later(tokens, said, seed=50):
 
 
 def without_idle_time(lab) -> None:
-    lab.connector._scheduler._backfill._waiting.clear()
+    lab.lmc._backfill._waiting.clear()
 
 
 def wish(ratio=0.15, **more):

@@ -94,7 +94,7 @@ def test_without_listeners_nothing_is_kept(models):
     with engine(models("llama")) as lab:
         lab.ask(words(300, 1), None, 1)
         assert list(lab.connector.take_events()) == []
-        assert lab.connector._scheduler.events is None
+        assert lab.lmc.events is None
 
 
 @pytest.mark.long
@@ -139,7 +139,7 @@ def test_documents_are_published_on_a_topic_of_their_own_and_batches_can_be_aske
         for event in found.values():
             assert (event["type"], event["tokens"], event["salt"]) == ("DocumentStored", len(document), "")
             assert event["digest"] == tokens_digest(document)
-            assert event["document"] == lab.connector._scheduler.engine.known.list()[0].id
+            assert event["document"] == lab.lmc.engine.known.list()[0].id
         with context.socket(zmq.REQ) as asking:
             asking.connect(f"tcp://127.0.0.1:{ports[1]}")
             asking.send((0).to_bytes(8, "big"))

@@ -116,5 +116,5 @@ def only_documents_are_known(lab):
 def forget_pages(lab) -> None:
     """Forget exact chunks, so that only documents can be reused."""
     lab.store.flush()
-    for key in {key for key, _ in lab.connector._scheduler.engine.index._blocks.values()}:
+    for key in {key for key, _ in lab.lmc.engine.index._blocks.values()}:
         lab.store.forget(key)

@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 from lab import DOCUMENTS, PLAIN, PROMPT, Prompt, agree, answer, engine, facts
-from stepping import SECONDS, Clock, Gate, Steps, only_on_disk, poison, threads_are_done, worker
+from stepping import SECONDS, Clock, Gate, Steps, layers_of_lmc, only_on_disk, poison, threads_are_done
 from tier_wrappers import Delayed
 
 from lmc.connectors.vllm.worker.canvas import PagedCanvas
@@ -28,15 +28,15 @@ def shared(models, tmp_path_factory):
 @pytest.fixture
 def lab(shared):
     """The engine with empty caches, an honest disk and the documents learned; proven to hold nothing afterwards."""
-    scheduler = shared.connector._scheduler
-    disk, clock = shared.store._tiers[0], scheduler._setup.clock
+    scheduler = shared.lmc
+    disk, clock = shared.tiers[0], scheduler._setup.clock
     shared.forget()
     shared.learn(DOCUMENTS)
     poison()
     yield shared
     shared.settle()
     threads_are_done(shared)
-    shared.store._tiers[0] = disk
+    shared.tiers[0] = disk
     scheduler._setup.clock = clock
     shared.check()
 
@@ -117,7 +117,7 @@ def test_a_load_that_stalls_is_given_up_though_others_still_wait_for_it(lab, ste
 def test_a_slow_disk_within_the_deadline_is_used_layer_by_layer(lab, steps, monkeypatch):
     monkeypatch.setattr(loader, "READ_AHEAD_BYTES", 1)
     only_on_disk(lab)
-    tiers = lab.store._tiers
+    tiers = lab.tiers
     tiers[0] = Delayed(tiers[0], per_part=0.005)
     out = lab.ask(PROMPT.tokens, PROMPT.blend(**EXACT))
     assert facts(out)["tokens_from"] == {"disk": sum(map(len, DOCUMENTS))}
@@ -152,7 +152,7 @@ def test_the_exact_beginning_of_a_blend_is_waited_for_layer_by_layer_beside_its_
 
 def test_a_slab_full_of_pinned_chunks_stores_and_loads_nothing_more(lab):
     only_on_disk(lab)
-    pool = lab.store._state.host
+    pool = lab.memory.host
     held = [pool.allocate() for _ in range(pool.slots - pool.held)]
     outs = [lab.ask(PROMPT.tokens, PROMPT.blend(**EXACT)), lab.ask(PLAIN)]
     lab.settle()
@@ -234,7 +234,7 @@ def test_an_abort_while_documents_are_learned(lab, steps):
     beside = steps.add(PROMPT.tokens, PROMPT.blend(**EXACT), 1)
     steps.run()
     assert right_start(lab, steps.outputs[beside])
-    assert lab.connector._scheduler.busy
+    assert lab.lmc.busy
     name = steps.add(PLAIN)
     steps.step(2)
     steps.abort(name)
@@ -253,7 +253,7 @@ def right_start(lab, out) -> bool:
 
 def forget_pages(lab) -> None:
     lab.store.flush()
-    for key in {key for key, _ in lab.connector._scheduler.engine.index._blocks.values()}:
+    for key in {key for key, _ in lab.lmc.engine.index._blocks.values()}:
         lab.store.forget(key)
 
 
@@ -263,7 +263,7 @@ def forget_pages(lab) -> None:
 @pytest.fixture
 def mislabelled(lab):
     """Every slot that the next load wants holds another chunk when the worker looks."""
-    scheduler, slab = lab.connector._scheduler, lab.store.slab
+    scheduler, slab = lab.lmc, lab.store.slab
     plan, kept = scheduler.plan, slab.labels.tolist()
 
     def planned(*arguments):
@@ -296,7 +296,7 @@ def test_a_slot_that_holds_another_chunk_than_promised_is_not_used(lab, request,
 @pytest.mark.parametrize("calls", [0, 1])
 def test_an_exception_inside_a_blend_is_computed_over(lab, steps, method, calls):
     """Before a layer, and in its middle, where its attention is replaced."""
-    layers, left = worker()._layers, [calls]
+    layers, left = layers_of_lmc(), [calls]
     original = getattr(layers, method)
 
     def failing(*arguments):
@@ -324,7 +324,7 @@ def test_after_a_reset_by_the_engine_nothing_of_before_is_loaded_from_the_disk(l
     lab.store.flush()
     assert lab.llm.reset_prefix_cache(reset_connector=True)
     end = time.monotonic() + SECONDS
-    while list(lab.store._tiers[0].entries()):  # they are removed in the background
+    while list(lab.tiers[0].entries()):  # they are removed in the background
         assert time.monotonic() < end
         time.sleep(0.001)
     again = lab.ask(PLAIN)
@@ -334,7 +334,7 @@ def test_after_a_reset_by_the_engine_nothing_of_before_is_loaded_from_the_disk(l
 
 def test_an_exception_while_learning_loses_only_the_document(lab):
     lab.forget()
-    layers = worker()._layers
+    layers = layers_of_lmc()
 
     def failing(*arguments):
         raise RuntimeError("a kernel has failed")

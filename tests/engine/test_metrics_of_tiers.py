@@ -172,7 +172,7 @@ def test_an_engine_s_metrics_are_its_store_s(lab):
     assert value("written_chunks_total", model=lab.model, tier="disk") > 0
     assert value("tier_usable", model=lab.model, tier="disk") == 1
     assert value("blends_total", model=lab.model) == 1
-    assert value("layers", model=lab.model) == lab.connector._scheduler._layers
+    assert value("layers", model=lab.model) == lab.lmc._layers
 
 
 @pytest.mark.long

@@ -44,7 +44,7 @@ def lab(shared):
     for one in guards:
         one.errors.clear()
         one.new_errors()
-    lab.connector._scheduler.off = False
+    lab.lmc.off = False
     lab.check()
 
 
@@ -80,9 +80,7 @@ LAST = {"plan", "outcome", "report"}
     ],
 )
 def test_an_error_in_a_hook_is_a_miss(shared, lab, monkeypatch, name, when):
-    side, owner = (
-        (lab.connector, lab.connector._scheduler) if name not in WORKER else (get_kv_transfer_group(), worker())
-    )
+    side, owner = (lab.connector, lab.lmc) if name not in WORKER else (get_kv_transfer_group(), worker())
     raised = plant(monkeypatch, owner, name, when)
     found = ask_all(lab)
     lab.settle()
@@ -105,14 +103,14 @@ class Request:
     "name", mostly_long(["arrive", "claim", "allocated", "plan", "reported", "finished"], "claim", "plan")
 )
 def test_lmc_switches_itself_off_if_errors_go_on(shared, lab, monkeypatch, caplog, name):
-    plant(monkeypatch, lab.connector._scheduler, name, "before", times=1000)
-    lab.connector._scheduler.engine.learning.clear()
+    plant(monkeypatch, lab.lmc, name, "before", times=1000)
+    lab.lmc.engine.learning.clear()
     with caplog.at_level(logging.ERROR, "lmc"):
         for _ in range(guard.MAX_ERRORS):
             found = ask_all(lab)
             lab.forget_prefixes()
             assert all(agree(one, wanted) for one, wanted in zip(found, shared[1].values(), strict=True))
-    assert lab.connector._scheduler.off
+    assert lab.lmc.off
     assert lab.connector._guard.status.startswith("off: ")
     assert sum("switched itself off" in record.message for record in caplog.records) == 1
     assert sum("lmc failed in" in record.message for record in caplog.records) == 1
@@ -126,10 +124,10 @@ def test_lmc_switches_itself_off_if_errors_go_on(shared, lab, monkeypatch, caplo
 
 def test_a_reset_that_fails_switches_lmc_off_at_once(lab, monkeypatch):
     """What it has may be of other weights."""
-    plant(monkeypatch, lab.connector._scheduler, "reset", "before")
+    plant(monkeypatch, lab.lmc, "reset", "before")
     lab.settle()
     assert lab.connector.reset_cache() is False
-    assert lab.connector._scheduler.off
+    assert lab.lmc.off
 
 
 def test_an_error_while_a_load_is_under_way_is_a_miss(shared, lab, monkeypatch):

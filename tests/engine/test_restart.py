@@ -43,7 +43,7 @@ def restarted(before, models):
 @pytest.fixture
 def lab(restarted):
     """The second engine, which has read nothing yet: tests run in this order."""
-    tiers = restarted.store._tiers
+    tiers = restarted.tiers
     honest = tiers[0]
     yield restarted
     tiers[0] = honest
@@ -78,7 +78,7 @@ def test_a_record_that_has_changed_on_disk_is_not_used(lab, when, what):
     lab.forget_prefixes()
     only_on_disk(lab)
     poison()
-    tiers, flipped = lab.store._tiers, []
+    tiers, flipped = lab.tiers, []
 
     def flip(verb, key):
         if verb == {"between lookup and load": "open", "between two layers": "read"}[when] and key not in flipped:

@@ -5,7 +5,7 @@ wrong.
 import pytest
 import torch
 from lab import Prompt, answer, distance, words
-from stepping import worker
+from stepping import layers_of_lmc, pages, worker
 
 from lmc.blend.kernels import place
 from lmc.connectors.vllm.worker.native import NativeLayers
@@ -34,7 +34,7 @@ def test_a_right_model_passes(lab):
 @pytest.mark.parametrize("runs", [1, 2, 3])
 def test_an_engine_for_few_requests_blends_all_the_same(lab, monkeypatch, runs):
     """With --max-num-seqs up to 3 a GPU's batches have few runs of rows: the self-test failed, and blending was off."""
-    monkeypatch.setattr(worker()._layers, "most_runs", runs)
+    monkeypatch.setattr(layers_of_lmc(), "most_runs", runs)
     prove(lab)
     prompt = Prompt(DOCUMENTS)
     wanted = lab.vanilla(prompt.tokens)
@@ -103,12 +103,12 @@ def test_a_rotation_that_turns_the_wrong_way_is_found(lab, monkeypatch):
 
 def test_the_blocks_are_as_they_were_afterwards(lab):
     prove(lab)
-    for view in worker()._pages._views:
+    for view in pages():
         assert not view[1:3].any()  # 64 tokens in blocks of 32
 
 
 def test_a_batch_of_full_size_is_run_and_leaves_nothing(lab, monkeypatch):
-    layers, asked = worker()._layers, []
+    layers, asked = layers_of_lmc(), []
     run = NativeLayers.run
     monkeypatch.setattr(NativeLayers, "run", lambda self, *what: [asked.append(what), run(self, *what)])
     lab.settle()
@@ -126,7 +126,7 @@ def test_a_batch_that_does_not_fit_is_said_at_the_start(lab, monkeypatch):
     monkeypatch.setattr(NativeLayers, "run", full)
     lab.settle()
     with pytest.raises(UnsupportedModel, match=r"a batch of 300 tokens does not fit .* lower --max-num-batched-tokens"):
-        run_full_batch(worker()._layers, 300)
+        run_full_batch(layers_of_lmc(), 300)
 
 
 def test_a_batch_that_does_not_fit_on_another_rank_is_not_run(lab, monkeypatch):
@@ -137,5 +137,5 @@ def test_a_batch_that_does_not_fit_on_another_rank_is_not_run(lab, monkeypatch):
     monkeypatch.setattr("lmc.connectors.vllm.worker.memory.on_all_ranks", lambda good: False)
     lab.settle()
     with pytest.raises(UnsupportedModel, match=r"a batch of 300 tokens does not fit"):
-        run_full_batch(worker()._layers, 300)
+        run_full_batch(layers_of_lmc(), 300)
     assert [len(rows.positions) for _, rows, _ in asked] == [300 // FIRST_SHARE]

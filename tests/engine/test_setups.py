@@ -50,7 +50,7 @@ def test_an_engine_whose_self_test_fails_does_not_blend_and_explains_that(models
 
     monkeypatch.setattr(NativeLayers, "_common", late)
     with engine(models("llama")) as broken:
-        scheduler = broken.connector._scheduler
+        scheduler = broken.lmc
         asked = {"prompt_token_ids": words(300, 3), "lmc": {"documents": [[10, 200]]}}
         found = Administration(scheduler._setup, scheduler.recent).explain(asked)
         assert "self-test" in found["why"]
@@ -112,13 +112,13 @@ def test_pages_of_prompt_embeddings_are_loaded_again_exactly(lab):
 def test_the_reason_is_explained_with_what_is_reused_all_the_same(lab):
     lab.ask(PLAIN)
     lab.settle()
-    setup = lab.connector._scheduler._setup
+    setup = lab.setup
     asked = {"prompt_token_ids": PLAIN, "lmc": {"documents": [[100, 300]]}}
-    found = Administration(setup, lab.connector._scheduler.recent).explain(asked)
+    found = Administration(setup, lab.lmc.recent).explain(asked)
     assert lab.reason in found["why"]
     assert (found["engine_tokens"] + found["exact_tokens"], found["reused_tokens"]) == (672, 0)
     lab.forget_prefixes()
-    found = Administration(setup, lab.connector._scheduler.recent).explain(asked)
+    found = Administration(setup, lab.lmc.recent).explain(asked)
     assert (found["engine_tokens"], found["exact_tokens"]) == (0, 672)
 
 

@@ -64,9 +64,9 @@ def test_documents_that_the_other_engine_learned_are_blended(lab, wanted):
 
 
 def test_answers_stay_right_while_redis_is_away_and_after_it_came_back_empty(lab, wanted, server):
-    redis = lab.store._tiers[-1]
+    redis = lab.tiers[-1]
     lab.forget_prefixes()
-    lab.connector._scheduler.forget_all()  # of this engine's memory
+    lab.lmc.forget_all()  # of this engine's memory
     server.pause()
     assert right(lab.ask(PLAIN), wanted, PLAIN)
     assert not redis.usable

@@ -131,7 +131,7 @@ def test_anything_in_any_order(lab, seed):
     right.
     """
     draw, steps, exact, alive = random.Random(seed), Steps(lab), {}, {}
-    tiers = lab.store._tiers
+    tiers = lab.tiers
     honest, faults = tiers[0], random.Random(seed)
     tiers[0] = Faulty(honest, lambda verb, key: OSError("no luck") if faults.random() < 0.05 else None)
     for _ in range(80):

@@ -176,7 +176,7 @@ def beside(model: Any, *children: dict[str, Any], idle: bool = True) -> Iterator
         (lab.connector,) = [one for one in lab.connector.sub_connectors if isinstance(one, LMCConnector)]
         if idle:  # A server makes steps by itself as long as a connector has work.
             lab.settle()
-            assert lab.connector._scheduler is not None
+            assert lab.lmc is not None
         yield lab
 
 
@@ -234,10 +234,10 @@ def test_alone_in_a_multi_connector_prompts_are_blended_and_requests_before_the_
     alone.
     """
     with beside(models("llama"), LMC, idle=False) as lab:
-        assert lab.connector._scheduler is None
+        assert lab.lmc is None
         waiting = words(300, 12)
         lab.ask_all([(PLAIN, None), (waiting, None)])
-        assert lab.connector._scheduler._setup.blends
+        assert lab.setup.blends
         lab.settle()
         assert lab.llm.reset_prefix_cache()
         assert [lab.ask(tokens, count=1).num_cached_tokens for tokens in (waiting, PLAIN)] == [288, 0]

@@ -45,10 +45,10 @@ def test_the_installed_version_fulfils_the_contract_and_reads_as_it_is():
 def test_a_repeated_handshake_keeps_the_store(lab):
     """As an engine of 0.33 does when it wakes up. A second store could not open the directory of the first."""
     lab.learn(DOCUMENTS)
-    before, chunks = lab.connector._scheduler, set(lab.store.known_keys())
+    before, chunks = lab.lmc, set(lab.store.known_keys())
     assert chunks
     lab.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): get_kv_transfer_group().get_handshake_metadata()})
-    assert lab.connector._scheduler is before
+    assert lab.lmc is before
     assert set(lab.store.known_keys()) == chunks
     assert facts(lab.ask(PROMPT.tokens, PROMPT.blend()))["reused_tokens"] > 0
     lab.check()
@@ -74,7 +74,7 @@ def test_a_step_without_tokens_saves_also_if_vllm_does_not_ask_for_it(lab, monke
 def test_an_engine_that_gives_up_its_kv_cache_computes_what_was_being_loaded(lab, monkeypatch):
     """0.33 says so when it goes to sleep, and loads may be under way."""
     monkeypatch.setattr(loader, "READ_AHEAD_BYTES", 1)
-    disk, setup = lab.store._tiers[0], lab.connector._scheduler._setup
+    disk, setup = lab.tiers[0], lab.setup
     clock = setup.clock
     wanted = lab.vanilla(PLAIN)
     lab.ask(PLAIN)
@@ -90,7 +90,7 @@ def test_an_engine_that_gives_up_its_kv_cache_computes_what_was_being_loaded(lab
     gate.open()
     steps.run()
     threads_are_done(lab)
-    lab.store._tiers[0], setup.clock = disk, clock
+    lab.tiers[0], setup.clock = disk, clock
     assert "exact_tokens" not in facts(steps.outputs[name])
     assert agree(steps.outputs[name], wanted)
     lab.check()

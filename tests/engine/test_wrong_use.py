@@ -35,7 +35,7 @@ def lab(models, shared_engine):
     """One engine for all requests: it has to live through every one of them."""
     found = shared_engine(models("llama"))
     # As a tokenizer would say.
-    found.connector._scheduler._setup.markers = Markers(separators=((2, 2),), special=frozenset({BOS}))
+    found.setup.markers = Markers(separators=((2, 2),), special=frozenset({BOS}))
     found.learn(DOCUMENTS)
     return found
 
@@ -93,7 +93,7 @@ def test_parameters_of_other_connectors_are_nobody_s_fault(lab, given):
 
 
 def test_a_refusal_is_logged_once_and_counted(lab, caplog):
-    lab.connector._scheduler._roles.told.clear()
+    lab.lmc._roles.told.clear()
     with caplog.at_level(logging.WARNING, "lmc"):
         for _ in range(3):
             lab.ask(PROMPT.tokens, {"ratio": 2})
