@@ -4,7 +4,7 @@
 
 Reading a record of R raw bytes takes R/B from a tier of B bytes/s; encoded it takes ratio·R/B + R/decode, one after the
 other in one thread. So it pays below B = (1 − ratio)·decode; a record that does not get smaller is kept raw, and
-pays nowhere. The entropy of the planes' bytes is shown beside the ratio: what a coder of single bytes could reach. KV
+pays nowhere. The entropy of the planes' bytes is shown next to the ratio: what a coder of single bytes could reach. KV
 is that of the shipped model on its documents, of a model with random weights, and of normals with a scale per channel;
 one part per layer and chunk, as a store has them. Parts come from memory that is in no cache, and go to such memory.
 """
@@ -35,7 +35,7 @@ def parts_of(model: object, tokens: list[int]) -> list[Part]:
 
 
 def shipped(tokens: int) -> list[Part]:
-    """The documents one behind the other, as a prompt has them: chunks of the same size as the other sources'."""
+    """Return the documents one after the other, as in a prompt, in chunks of the same size as the other sources'."""
     model, tokenizer = load(SHIPPED / "model")
     collection = read_collection(SHIPPED / "documents", SHIPPED / "questions.json")
     documents = Prompts(collection, tokenizer, Settings().blend_special_str).tokens.values()
@@ -75,7 +75,7 @@ def side_by_side(pieces: list[memoryview | bytes]) -> memoryview:
 
 
 def copies(views: list[memoryview], times: int) -> list[memoryview]:
-    """All of them so many times, one behind the other as in a slab."""
+    """Return `times` copies of all views, one after the other as in a slab."""
     whole, found = memory(times * sum(map(len, views))), []
     for view in times * views:
         found.append(whole[: len(view)])
@@ -131,7 +131,7 @@ def measured(views: list[memoryview], planes: int, repeats: int) -> dict[str, fl
         "decode_mb_s": decode_rate / 1e6,
         "pays_below_gb_s": max(0.0, 1 - ratio) * decode_rate / 1e9,
     }
-    # Raw bytes a second that a reader gets from a tier of so many stored bytes a second.
+    # Raw bytes per second that a reader gets from a tier, by the tier's stored bytes per second.
     row |= {f"from_{tier}_gb_s": 1 / (ratio / tier + 1e9 / decode_rate) if ratio < 1 else tier for tier in TIERS}
     return {name: round(value, 3 if value < 100 else 0) for name, value in row.items()}
 

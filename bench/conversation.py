@@ -138,7 +138,7 @@ class Lab:
         return prompts, answers, full
 
     def _up_to_the_end(self, tokens: Sequence[int]) -> list[int]:
-        """Return an answer without what vLLM goes on with behind its end."""
+        """Return an answer without the tokens that vLLM generates after its end."""
         end = next((at for at, token in enumerate(tokens) if token in self.chats.special), len(tokens))
         return list(tokens[: max(end, 1)])
 

@@ -93,7 +93,7 @@ class Engine:
     def __init__(
         self, model: str, *, lmc: dict[str, Any] | None, host: "type[Host] | None" = None, **options: Any
     ) -> None:
-        """With `lmc` None there is no connector: vLLM as it is. `host` serves in the child."""
+        """Start the child. With `lmc` None, vLLM runs without a connector. `host` serves in the child."""
         os.environ.update(ENVIRONMENT)  # before the child imports torch, which reads it once
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
@@ -143,7 +143,7 @@ class Engine:
         return self._call("beam_search", list(tokens), width, steps)["seconds"]
 
     def settle(self, seconds: float = float("inf")) -> float:
-        """Do what is left to do after the last response, such as learning, for at most so many `seconds`.
+        """Finish the work left after the last response, such as learning, for at most `seconds` seconds.
 
         Returns the seconds that it took.
         """
@@ -158,7 +158,7 @@ class Engine:
         self._call("forget_everything")
 
     def pin(self, core: int) -> None:
-        """Let the thread that computes run on this core only; threads that there are besides stay where they are."""
+        """Pin the computing thread to this core. Other threads stay on their cores."""
         self._call("pin", core)
 
     def numbers(self) -> dict[str, Any]:
@@ -386,7 +386,7 @@ class _Parts:
         return clocked
 
     def _clocked_run(self, function: Any) -> Any:
-        """`NativeLayers.run`, which often ends after the projections because only keys and values are wanted."""
+        """Run `NativeLayers.run`, which often ends after the projections because only keys and values are needed."""
 
         def run(layers: Any, layer: int, rows: Any, batch: Any, attention: Any = None) -> None:
             whole = layer < layers.depth - 1
@@ -415,7 +415,7 @@ class _Parts:
 
 
 def parameters(lmc: dict[str, Any] | None, count: int, logprobs: int | None = None, **sampling: Any) -> Any:
-    """Greedy unless `sampling` says otherwise, with so many of the likeliest logprobs of each token."""
+    """Return sampling parameters: greedy unless `sampling` overrides this, with logprobs of each token."""
     from vllm import SamplingParams
 
     extra = dict(sampling.pop("extra_args", {}))

@@ -1,4 +1,4 @@
-"""What lmc does on this GPU, against what is wanted, in two tiers.
+"""Compares lmc on this GPU with the expected results, in two tiers.
 
 A    without vLLM: copies, kernels, the transformers connector
 B    inside vLLM, if that is installed: answers, aborts, preemptions, times (`gpu_accept_vllm.py`)
@@ -69,7 +69,7 @@ OURS = {
     "_changes",
     "_correct",
 }
-NOISE = {torch.bfloat16: 6e-2, torch.float16: 1e-2, torch.float32: 1e-3}  # the same, of logits behind all layers
+NOISE = {torch.bfloat16: 6e-2, torch.float16: 1e-2, torch.float32: 1e-3}  # the same, of logits after all layers
 LAUNCHES = 25  # of lmc's kernels in a layer of a blend, at most
 NEEDED = 'pip install ".[vllm,transformers]" (vLLM 0.30 or later, and lmc, whose plugin vLLM has to find)'
 
@@ -134,7 +134,7 @@ def free_memory(report: Report) -> None:
 
 
 def copies(report: Report, sizes: Sizes) -> None:
-    """Pages between a slab and the GPU, and their order behind work that takes long."""
+    """Check copies of pages between a slab and the GPU, and their order after long work."""
     page_bytes = sizes.page * sizes.heads * 2 * sizes.dim * 2
     parts = sizes.slab_bytes // (64 * page_bytes) // SLOTS
     started = time.perf_counter()

@@ -1,11 +1,11 @@
-"""Tier B of `gpu_accept.py`: what lmc does inside vLLM on this GPU, against what is wanted: answers, aborts,
+"""Tier B of `gpu_accept.py`: lmc inside vLLM on this GPU, against the expected results: answers, aborts,
 preemptions, times.
 
 Needs vLLM 0.30 or later and lmc's own dependencies; see docs/gpu.md. Engines run one after another, each in its own
 process.
 
 Answers are compared by the logprobs of the likeliest tokens, up to the first token that is another one. What is allowed
-is `NOISE` times the difference between two prefills of vLLM alone, from the beginning and behind its own prefix of half
+is `NOISE` times the difference between two prefills of vLLM alone, from the beginning and after its own prefix of half
 or all of the prompt, and at least `FLOOR`. Blind reuse has to differ by several times as much, so that the comparison
 can fail. A blend at ratio 1 computes every token again, and is right wherever stored documents were placed; so blends
 that keep what was placed are compared with those of an engine whose kernels are in torch. The times are in
@@ -189,7 +189,7 @@ class Wanted:
     def __init__(self, engine: Probe, cases: Cases) -> None:
         self.noise = 0.0  # between two ways to compute the same prompt
         self.full: list[Answer] = []
-        self.hits: list[Answer] = []  # behind the engine's own prefix of the whole prompt
+        self.hits: list[Answer] = []  # after the engine's own prefix of the whole prompt
         self.unsteady = 0  # tokens that are others when the same hit is answered again
         for tokens in cases.plain:
             engine.forget_prefixes()
@@ -205,7 +205,7 @@ class Wanted:
 def distance(found: Answer, wanted: Answer) -> float:
     """Return the largest difference of the likeliest tokens' logprobs, up to the first token that is another one.
 
-    That token is included: if two logprobs are so close that a difference changes their order, it is no larger.
+    That token is included: a difference that changes the order of two logprobs is at least as large as their distance.
     """
     worst = 0.0
     for number, (ours, theirs) in enumerate(zip(found["logprobs"], wanted["logprobs"], strict=True)):
@@ -277,7 +277,7 @@ class Checks:
             self._differ(f"answers of both engines by {name}", others[name], found)
 
     def isolation(self) -> None:
-        """Plain requests behind blends that are far off: they find the blends' pages neither in vLLM nor in lmc."""
+        """Check plain requests after inaccurate blends: they find the blends' pages neither in vLLM nor in lmc."""
         self._learn()
         self._ask(case.blend(**BLIND) for case in self._cases.blended)
         for case in self._cases.blended:

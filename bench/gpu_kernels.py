@@ -63,7 +63,7 @@ class OneLayer(Canvas[Any]):
 
 
 def pages_of(report: Report, sizes: Sizes, tokens: int, dtype: torch.dtype, *, heads_first: bool = False) -> Paged:
-    """Random pages, whose blocks are in no order, with tokens before heads or behind them."""
+    """Return random pages with shuffled blocks, with tokens before or after heads."""
     blocks = -(-tokens // sizes.page)
     order = (sizes.heads, sizes.page) if heads_first else (sizes.page, sizes.heads)
     cache = torch.randn(blocks, *order, 2 * sizes.dim, device=report.device).to(dtype)
@@ -91,7 +91,7 @@ class Speed:
         report.line(f"products of a large matrix, {self._name}", self.products, "TFLOP/s")
 
     def __call__(self, what: str, moved: int, work: Callable[[], Any], least: float | None = None) -> None:
-        """Note how many of the bytes that memory moves are `moved`, and whether it is at least this share."""
+        """Record the share of the memory bandwidth for `moved` bytes, and whether it is at least `least`."""
         took = self._report.milliseconds(work)
         self._report.line(f"{what}, {self._name}", moved / took / 1e6 / self.memory, "of memory", least=least)
 
@@ -107,7 +107,7 @@ def kernels(report: Report, sizes: Sizes, dtype: torch.dtype) -> None:
 def errors(
     report: Report, what: str, found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], most: float
 ) -> None:
-    """Note the largest and the mean error, both relative to the largest value."""
+    """Record the largest and the mean error, both relative to the largest value."""
     worst = max(map(difference, found, wanted))
     mean = statistics.fmean(
         float((one.double() - other.double()).abs().mean() / other.double().abs().max())

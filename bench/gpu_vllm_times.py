@@ -186,7 +186,7 @@ def learn(engine: Probe, documents: list[list[int]]) -> None:
 
 
 def compare(report: Report, sizes: Times, ours: Measured, theirs: list[Measured]) -> None:
-    """Set an engine with lmc beside two without it."""
+    """Run an engine with lmc and two without it."""
     report.line("the self-test of the large shape passed", float(not ours.refused), "", least=1)
     plain = statistics.mean(one.tokens_per_second for one in theirs)
     starts = theirs[0].tokens_per_second / theirs[1].tokens_per_second
@@ -210,7 +210,7 @@ def compare(report: Report, sizes: Times, ours: Measured, theirs: list[Measured]
 
 
 class Gaps:
-    """The worst gap between two tokens of a running request, beside another request that is computed."""
+    """Return the worst gap between two tokens of a running request while another request is computed."""
 
     def __init__(self, engine: Probe, sizes: Times) -> None:
         self._engine, self._sizes, count = engine, sizes, sizes.counts[0]
@@ -220,7 +220,7 @@ class Gaps:
         self._prompts = [prompt_of(order.sample(self._documents, count), seed) for seed in rounds]
 
     def alone(self) -> dict[str, float]:
-        """Return the gap beside a chunked prefill of an engine without lmc."""
+        """Return the gap during a chunked prefill of an engine without lmc."""
         found = []
         for tokens, _ in self._prompts:
             self._engine.forget_prefixes()
@@ -228,7 +228,7 @@ class Gaps:
         return {"prefill": _worst(found)}
 
     def with_lmc(self) -> dict[str, float]:
-        """Return the gaps beside a chunked prefill and beside a blend, in turns."""
+        """Return the gaps during a chunked prefill and during a blend, alternately."""
         found: dict[str, list[dict[str, Any]]] = {"prefill": [], "blend": []}
         for tokens, spans in self._prompts:
             self._engine.forget_everything()
@@ -247,7 +247,7 @@ def _worst(found: list[dict[str, Any]]) -> float:
 def compare_gaps(
     report: Report, sizes: Times, step: int, ours: dict[str, float], theirs: list[dict[str, float]]
 ) -> None:
-    """Note the gaps with steps of so many tokens, and how much longer lmc makes them than vLLM's own chunked prefill.
+    """Record the gaps with steps of this size, and how much longer they are with lmc than with vLLM's chunked prefill.
 
     `theirs` are those of engines without lmc.
     """

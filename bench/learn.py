@@ -56,7 +56,7 @@ def write_documents(path: Path, count: int, tokenizer: Any) -> None:
 
 
 def learn(folder: Path, *more: str, kill_at: int = 0) -> dict[str, Any]:
-    """Run `lmc learn`; kill it when so many documents are in the manifest."""
+    """Run `lmc learn`, and kill it when the manifest has the given number of documents."""
     manifest = folder / "manifest.jsonl"
     words = ["learn", str(folder / "documents.jsonl"), "--model", str(MODEL), "--local-disk", str(folder / "disk")]
     words += ["--manifest", str(manifest), "--json", *more]

@@ -1,10 +1,10 @@
-"""A chat application whose server gets lmc: mixed traffic for half an hour, with restarts, beside vLLM without it.
+"""Mixed traffic of a chat application for half an hour, with restarts: vLLM with lmc against vLLM without it.
 
     python bench/mixed.py [--model smollm2] [--minutes 30] [--restarts 4] [--twice]
 
 Every request goes to both engines, shortly after each other and in a random order. Its twin in vLLM without lmc says
 how long it takes there. The result is, for each kind of request, how much longer it takes with lmc until the first and
-until the last token: quotients of twins, of which the median and the 99th percentile are shown (1.05: 5 % slower).
+until the last token: quotients of twins; the median and the 99th percentile are shown (1.05: 5 % slower).
 `--twice` has a second engine without lmc, and shows what the machine's own noise does to the same quotients.
 
 lmc has the settings of a user who enables blending and gives it a disk. It knows nothing at first. Between requests
@@ -14,7 +14,7 @@ all engines; lmc then has what is on its disk. Kinds of requests:
     first           the first turn of a conversation: documents that the application has used before, and a question
     later           a further turn of one of the conversations that are open; they have six turns
     question        the documents of an earlier request in the same order, and another question
-    instructions    documents, and instructions behind them that are as long
+    instructions    documents, and instructions of the same length after them
     unknown         documents that never come again
     text            a long text without documents
     chat            a short question without documents

@@ -1,4 +1,4 @@
-"""vLLM with lmc beside vLLM without it: TTFT and throughput of ten kinds of traffic. One thread, float32.
+"""vLLM with lmc against vLLM without it: TTFT and throughput of ten kinds of traffic. One thread, float32.
 
     python bench/no_harm.py [--model small|smollm2|both] [--workloads conversation,beam] [--starts 5] [--repeats 3]
     python bench/no_harm.py --model small --starts 1 --repeats 1 --seconds 0      # does it run? a few minutes
@@ -15,9 +15,9 @@ Six documents of a prompt are known, i.e. learned before, where nothing else is 
 prefixes of their own, at the beginning of each workload:
 
     orders          known documents in a new order, and a question
-    conversation    the same, and five more questions behind it; counted are turns 2 to 6, each of which begins with
+    conversation    the same, and five more questions after it; counted are turns 2 to 6, and each begins with
                     the turns before it, and with the engine's own answers
-    long_0.3 …      known documents in a new order, and instructions behind them of 0.3, 1 and 2 times their length
+    long_0.3 …      known documents in a new order, and instructions after them of 0.3, 1 and 2 times their length
     one             one known document, which is longer, and a question
     nothing         a new text without documents
     cached          the very prompt that the engine was asked before
@@ -145,7 +145,7 @@ class Traffic:
 
 
 class Bench:
-    """The engines of one start, of which one has lmc and knows documents, and their traffic."""
+    """The engines of one start and their traffic. One engine has lmc and knows documents."""
 
     def __init__(self, chats: ChatTokens, names: Sequence[str], seed: int) -> None:
         """Start an engine for each name."""
@@ -223,7 +223,7 @@ def asked_before(bench: Bench, prompts: Sequence[Sequence[int]]) -> Round:
 
 
 def in_a_row(bench: Bench, prompts: Sequence[Sequence[int]]) -> Round:
-    """Requests of which each is sent when the one before is finished."""
+    """Send requests one after another, each after the end of the previous one."""
 
     def work(engine: Engine) -> Measured:
         engine.forget_prefixes()
@@ -236,7 +236,7 @@ def in_a_row(bench: Bench, prompts: Sequence[Sequence[int]]) -> Round:
 
 
 def searched(bench: Bench) -> Round:
-    """A beam search, of which only the whole time is known."""
+    """Run a beam search. Only its total time is measured."""
     prompt = bench.traffic.known()
 
     def work(engine: Engine) -> Measured:

@@ -53,7 +53,7 @@ def store(engine: CacheEngine, document: list[int]) -> None:
 
 
 def pieces_of(engine: CacheEngine, documents: list[list[int]]) -> list[Piece]:
-    """Where the chunks of a prompt are that consists of these documents, all of which are stored."""
+    """Return the positions of the chunks of a prompt of these documents, which are all stored."""
     prompt = [token for document in documents for token in document]
     spans = [Span(start, start + TOKENS) for start in range(0, len(prompt), TOKENS)]
     match = Match(prompt=len(prompt), exact_stop=len(prompt), documents=engine.documents(prompt, spans))

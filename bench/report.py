@@ -1,4 +1,4 @@
-"""Lines with a number and what is wanted of it, for both tiers of `gpu_accept.py`."""
+"""Lines with a number and its expected value, for both tiers of `gpu_accept.py`."""
 
 import statistics
 import sys
@@ -32,7 +32,7 @@ class Report:
     def line(
         self, what: str, found: float, unit: str, *, least: float | None = None, most: float | None = None
     ) -> None:
-        """Note a number, and whether it is what is wanted; times mean nothing on a CPU."""
+        """Record a number, and whether it is as expected. Times on a CPU have no meaning."""
         timed = unit in TIMED and self.smoke
         right = timed or ((least is None or found >= least) and (most is None or found <= most))
         limits = (("≥", least), ("≤", most))
@@ -64,7 +64,7 @@ class Report:
         return statistics.median(times[2:] or times)
 
     def wait(self) -> None:
-        """Let everything end that was issued."""
+        """Wait for the end of all issued work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 

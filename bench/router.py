@@ -5,7 +5,7 @@
 The engines all blend, whatever the policy is, and learn what they meet. An engine's memory holds an eighth of the
 documents. `pooled` is what one cache of all engines together would reuse, which no policy can exceed. `documents` knows
 what it has sent and what answers say; `documents, told` also hears of each document that comes to an engine or leaves
-it. Two real engines behind a real router are in `bench/router_vllm.py`.
+it. Two real engines with a real router are in `bench/router_vllm.py`.
 """
 
 import time
@@ -28,7 +28,7 @@ LEFT_OUT = ("precise",)  # needs engines that publish events of blocks
 POOLED, DOCUMENTS, TOLD = "pooled", "documents", "documents, told"
 PER_ENGINE = 5.0  # requests a second
 TOPICS = 100
-SIZES = (2, 32, 64)  # numbers of engines beside 8
+SIZES = (2, 32, 64)  # numbers of engines in addition to 8
 BURST = 3.0  # times as many requests as usual
 DOWN = 30.0  # seconds until an engine that has died is back, where it is not back at once
 DEATH, WARM = 0.7, 0.4  # shares of the trace: when an engine dies, and what is not counted before

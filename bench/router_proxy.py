@@ -4,7 +4,7 @@
 
 The router has a core for itself. Echo engines, which compute nothing, and the clients have the other one. With
 `--exact-rate`, the same is measured once more at that rate with `--tokenizers`, the one of SmolLM2, whose process is on
-the router's core. With `--chaos`, engines are killed, paused and started again at random for so many seconds, while
+the router's core. With `--chaos`, engines are killed, paused and started again at random for this many seconds, while
 requests go on.
 """
 
@@ -63,7 +63,7 @@ class Process:
 
 
 def prompts(count: int, documents: int = 200, tokens: int = 330) -> list[str]:
-    """Return prompts with six documents of so many times four letters: of about 2,000 tokens, four letters each."""
+    """Return prompts with six documents, about 2,000 tokens of four characters each."""
     generator = random.Random(0)
     texts = ["".join(generator.choices("abcdefghij    ", k=4 * tokens)) for _ in range(documents)]
     return [" # # ".join(["Answer.", *generator.sample(texts, 6), f"question {one}"]) for one in range(count)]

@@ -1,4 +1,4 @@
-"""A simulator of engines behind a router: virtual time, real policies.
+"""A simulator of a router's engines: virtual time, real policies.
 
 An engine computes prompts one after the other. On its GPU it has the beginnings of prompts that it met last, and in
 memory and on a disk the documents, each as much as fits. It blends. A document that it did not have is learned after
@@ -159,7 +159,7 @@ class _Cache:
         return MEMORY if document.digest in self.memory else DISK if document.digest in self.disk else ""
 
     def keep(self, cut: Cut) -> None:
-        """Take what an answered prompt leaves behind."""
+        """Add the documents and blocks of an answered prompt to the cache."""
         for block in reversed(cut.blocks):
             self.gpu.put(block, cut.block_tokens)
         for document in cut.documents:
@@ -171,10 +171,10 @@ class _Work(NamedTuple):
     """What an engine has to do for a prompt."""
 
     cost: float  # tokens that it computes before the answer
-    learned: float  # tokens that it computes behind it
+    learned: float  # tokens that it computes after the answer
     beginning: float  # tokens of a beginning that it had
     documents: float  # tokens of documents that were reused, in the beginning too
-    places: Mapping[str, int]  # tokens of reused documents behind the beginning, by place
+    places: Mapping[str, int]  # tokens of reused documents after the prefix, by tier
 
 
 @dataclass(slots=True, eq=False)
@@ -223,7 +223,7 @@ class _Engine:
         return work.cost / self._fleet.rate + work.places.get(DISK, 0) / self._fleet.disk_rate
 
     def add(self, sent: _Sent) -> None:
-        """Take a request."""
+        """Start a request."""
         self.candidate.load += 1
         self.candidate.backlog += sent.expected_cost
         self.requests.add(sent)
@@ -342,13 +342,13 @@ class Simulation:
         engine.up = True
 
     def _list(self, engine: _Engine) -> None:
-        """Tell the policy all documents of an engine."""
+        """Report all documents of an engine to the policy."""
         if self._told:
             there = [(Told(EVERYBODY, str(digest)), place_of(DISK).medium) for digest in engine.cache.disk]
             self._told.index.listed(engine.candidate.cache, there, engine.candidate.name)
 
     def _moved(self, engine: str, digest: str, place: str, stored: bool) -> None:
-        """Tell the policy that a document has come to an engine, or has left it."""
+        """Report to the policy that a document was stored at an engine, or removed from it."""
         if self._told:
             self._told.index.moved(
                 engine, Told(EVERYBODY, digest), place_of(place).medium, stored=stored, source=engine

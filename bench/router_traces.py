@@ -28,7 +28,7 @@ class Traffic:
     burst_seconds: float = 5.0
 
     def times(self, count: int, generator: random.Random) -> Iterator[float]:
-        """Return the times of so many requests."""
+        """Return the arrival times of the requests."""
         now = 0.0
         for _ in range(count):
             in_burst = now % 60 < self.burst_seconds
@@ -42,7 +42,7 @@ def zipf(count: int, exponent: float) -> list[float]:
 
 
 def letters(generator: random.Random, tokens: int) -> str:
-    """Return a text of about so many tokens."""
+    """Return a text of about the given number of tokens."""
     return "".join(generator.choices("abcdefghijklmnopqrstuvwxyz    ", k=tokens * LETTERS)).strip()
 
 
@@ -79,7 +79,7 @@ def rag(
 def chat(
     requests: int, traffic: Traffic, *, sessions: int = 400, tokens: int = 150, seed: int = 0
 ) -> Iterator[Arrival]:
-    """Conversations of several turns, each of which repeats all before it."""
+    """Conversations of several turns. Each turn repeats all earlier turns."""
     generator = random.Random(seed)
     talks: list[str] = []
     for at in traffic.times(requests, random.Random(f"{seed} times")):

@@ -1,4 +1,4 @@
-"""Two real vLLM servers behind the router: what they reuse and how long answers take, by routing policy.
+"""Two real vLLM servers with the router: reused tokens and times of answers, by routing policy.
 
     python bench/router_vllm.py MODEL [--requests 120] [--share 0.5] [--policies round_robin,documents] [--keep]
 
@@ -100,7 +100,7 @@ def server(model: str, folder: Path, memory: float) -> Server:
 
 
 def measure(policy: str, model: str, asked: Sequence[Asked], memory: float) -> dict[str, Any]:
-    """Return what is measured of one policy before servers with so many GiB of memory."""
+    """Return the measurements of one policy, for servers with this memory in GiB."""
     errors, seconds, first, before = [], [], int(WARM * len(asked)), 0.0
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))

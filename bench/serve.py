@@ -1,4 +1,4 @@
-"""A cache server beside the store in this process: how long questions take, and how fast chunks are stored and read.
+"""A cache server against a store in this process: the times of requests, and the speed of storing and reading chunks.
 
     python bench/serve.py [--seconds 20] [--clients 4] [--keep]
 

@@ -128,7 +128,7 @@ class Clients:
 
 @contextmanager
 def served(number: int, *options: str) -> Iterator[tuple[ServerProcess, Clients]]:
-    """Run a server with options, whose memory has fewer slots than there are keys, and so many clients."""
+    """Run a server with options and clients. Its memory has fewer slots than the clients have keys."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ending:
         server = ServerProcess(Path(folder), *options, max_local_cpu_size=SLOTS * SIZES.slot_bytes / GIB)
         ending.callback(server.kill)

@@ -4,7 +4,7 @@
 
 All of them do the same, a millisecond after each answer, with as many keys as do not fit into memory. A tenth of the
 time is for warming up: `turns` and the shares of clients are without it, and what became of turns is with it. The
-server's memory is what it has beside chunks.
+server's memory is its memory without chunks.
 """
 
 import time

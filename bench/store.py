@@ -169,7 +169,7 @@ def open_tiers(folder: Path, stack: ExitStack) -> list[Tier]:
 
 
 def measure(store: Store, metas: Sequence[RecordMeta], busy: int, seconds: float) -> tuple[dict[str, float], int]:
-    """What there is to say with so many busy threads, and how many answers were wrong."""
+    """Return the measurements with this number of busy threads, and the number of wrong answers."""
     early: list[float] = []
     timer = threading.Timer(min(10.0, seconds / 2), lambda: early.append(rss()))
     timer.start()

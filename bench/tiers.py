@@ -1,6 +1,6 @@
 """Host memory, disk and Redis against what each could do at most (a long file: they share rounds, checks and profile).
 
-Bytes a second, ours over raw, side by side. Each place has its raw way, ours and the peers' beside one another.
+Bytes a second, ours over raw, side by side. Each tier has its raw way, ours and the peers'.
 
     python bench/tiers.py [--only host|disk|redis] [--readers N] [--writers N]
 
@@ -10,7 +10,7 @@ same values, read in ranges of the same size, over as many connections. Chunks o
 processor's caches hold, and none in the page cache. All ways take turns inside every round, in another order each time;
 a ratio is the median of the rounds' own ratios, since the machine's speed drifts more between rounds than inside one.
 The last line has the mean of the three sizes; a size below the goal of its place goes once more with a clock around its
-steps. Peers' ways beside it: one `torch.save` a chunk through the page cache (its writes end in memory), and
+steps. Peers' ways: one `torch.save` a chunk through the page cache (its writes end in memory), and
 redis-py's `set` and `get`.
 """
 
@@ -482,7 +482,7 @@ def compete(arena: Arena, verbs: tuple[str, str], ratios: dict[str, list[float]]
         )
     if low:
         print(f"    {profile(arena)}", flush=True)
-    arena.ways.clear()  # They are its own methods, and would keep its memory beside that of the next size.
+    arena.ways.clear()  # Its methods would keep its memory allocated during the next size.
 
 
 def redis_servers() -> Any:

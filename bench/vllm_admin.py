@@ -7,12 +7,12 @@ disk holds documents of 200 to 500 tokens, which `lmc learn` has brought there. 
 soon as it is answered, with a pause of as long as the answer took, but at least a tenth of a second:
 
     closed    the endpoint is not open, and the disk is empty
-    none      the endpoint is open, and nobody asks
+    none      the endpoint is open, without requests
     stat      `/v1/stat`, as a monitor asks
     list      a hundred documents
     list all  all documents, as `lmc learn` asks once at its start
     show      one document, by its name
-    explain   a prompt of six documents, of which none is known: all known ones are compared with them
+    explain   a prompt of six unknown documents, which are compared with all known documents
 
 Before that, and at the end, all documents are listed while no request runs.
 

@@ -5,7 +5,7 @@ alone.
 
 Batches of new prompts, prefill and decode, go to three engines in turn: one with lmc that stores everything into memory
 and onto disk, and two without a connector, as one engine is up to 5 % faster than the next of its kind from one start
-to another: ratios are over the mean of the two, what they say of each other is shown beside them, and all are started
+to another: ratios are over the mean of the two, their own ratio is shown next to them, and all are started
 several times. The threads that compute share a core, as only one of them has something to do; lmc's threads have the
 others.
 """

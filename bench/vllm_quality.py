@@ -1,4 +1,4 @@
-"""Real questions through vLLM: answers of vLLM alone, blind reuse and a blend, beside those through transformers; and
+"""Real questions through vLLM: answers of vLLM alone, blind reuse and a blend, next to those with transformers; and
 TTFT at about 2000 and 4000 tokens on the same pretrained weights (SmolLM2-135M-Instruct, float32, one thread).
 
     python bench/vllm_quality.py MODEL [--limit 20] [--rounds 3] [--beside FILE]
@@ -72,7 +72,7 @@ def quality(bench: Bench, prompts: Prompts, asked: list[Question], tokenizer: An
     for question in asked:
         example = prompts.example(question, f"{SEED} {question.question}")
         answers = bench.ask(example.prompt, example.order, TOKENS, ["blend", "blind"])
-        said = {way: one["tokens"] for way, one in answers.items()}  # vLLM goes on behind the end here
+        said = {way: one["tokens"] for way, one in answers.items()}  # vLLM continues after the end here
         said = {way: one[: one.index(end) + 1] if end in one else one for way, one in said.items()}
         for way, tokens in said.items():
             text = tokenizer.decode(tokens, skip_special_tokens=True)

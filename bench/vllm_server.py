@@ -20,7 +20,7 @@ SMALL_TEMPLATE = "{% for one in messages %}{{ one['content'] }}{% if not loop.la
 
 
 def free_port() -> int:
-    """Return a port at which nobody listens."""
+    """Return a free port."""
     with socket.socket() as free:
         free.bind(("", 0))
         port: int = free.getsockname()[1]

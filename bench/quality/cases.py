@@ -31,7 +31,7 @@ class Case:
     question: str
     prompt: list[int]
     accepted: tuple[str, ...]  # right answers
-    answer: list[int] | None  # the right answer as tokens, behind which predictions are compared; None: full prefill's
+    answer: list[int] | None  # the right answer as tokens, after which predictions are compared; None: full prefill's
 
     @property
     def key(self) -> str:
@@ -40,7 +40,7 @@ class Case:
 
 
 def key_of(task: str, variant: str, name: str) -> str:
-    """Return the key of a prompt, of which `Case` says what the parts are."""
+    """Return the key of a prompt; `Case` describes its parts."""
     return f"{task} | {variant} | {name}"
 
 

@@ -38,7 +38,7 @@ class Seconds:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Put clocks around the parts. They have no public names, as nobody else needs them."""
+        """Add clocks around the parts, which have no public names."""
         parts = [
             (Blender, "_ask", "question"), (choice, "TORCH", "scores"),
             (Blender, "_choose", "choice"), (Shift, "_apply", "shift"), (Shift, "__init__", "shift"),
@@ -83,12 +83,12 @@ class Reference:
 
     case: Case
     said: list[int]  # its greedy answer
-    answer: list[int]  # the tokens behind which predictions are compared
+    answer: list[int]  # the tokens after which predictions are compared
     predictions: torch.Tensor  # [A, V] for them
 
 
 class Lab:
-    """One pretrained model, wrapped once for each thing that documents are learned behind."""
+    """One pretrained model, wrapped once for each prefix after which documents are learned."""
 
     def __init__(self, cached: CachedModel, tokenizer: Any, settings: Settings) -> None:
         self.tokenizer = tokenizer

@@ -75,7 +75,7 @@ class Rows:
         return dict(found)
 
     def in_all_ways(self) -> dict[str, list[Row]]:
-        """Return for each group of which only some prompts were measured in all ways these prompts."""
+        """Return the prompts that were measured in all modes, for each group with unmeasured prompts."""
         found = {}
         for name, rows in self.groups().items():
             most = max(len(row["ways"]) for row in rows)

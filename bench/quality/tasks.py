@@ -283,7 +283,7 @@ def rivals(draw: Draw) -> Item:
 
 
 def price(draw: Draw) -> Item:
-    """A control: prices, one of which is corrected in the last document."""
+    """A control: prices, and a correction of one price in the last document."""
     goods = draw.random.sample([*draw.words.goods, *draw.words.animals], draw.documents - 1)
     *prices, new = draw.random.sample(range(11, 99), draw.documents)
     documents = [draw.among(f"The price of {one} is {cost} dollars.") for one, cost in zip(goods, prices, strict=True)]

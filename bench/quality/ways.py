@@ -1,4 +1,4 @@
-"""The ways of answering a prompt: what documents are learned behind, which tokens are repaired, and how many."""
+"""The modes of answering a prompt: the prefix after which documents are learned, and the recomputed tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from lmc.config.settings import Settings
 FULL, BLIND, ROUNDED = "full", "blind", "bfloat16"
 ORACLE = "oracle"
 STRATEGIES[ORACLE] = by_none  # for the checks of a policy; `quality.measure` puts in what it knows of each prompt
-# A strategy, what documents are learned behind, and the correction.
+# A strategy, the prefix after which documents are learned, and the correction.
 PUBLISHED = ("deviation", "none", "none")
 MATRIX = (
     PUBLISHED, ("head", "none", "none"), ("query", "none", "none"), ("union", "none", "none"),

@@ -1,6 +1,6 @@
 """The grammar of a small village register: documents that refer back to the document before them.
 
-A document opens with `owner of goat them .`, where `them` is whoever the document *before* it in the prompt named last,
+A document opens with `owner of goat them .`, where `them` is the last name in the document *before* it in the prompt,
 so the right answer changes with the order of the documents. `former` is a second reference that hangs on the first: the
 person this document's `them` stands for. Explicit names may stand between the two, so `former` cannot be resolved by
 looking for the latest name; it needs the resolved `them`.
@@ -105,7 +105,7 @@ class Shape:
 
 
 def filler_line(rng: random.Random, theme: str) -> str:
-    """One sentence that names nobody, so that only facts decide an answer."""
+    """Return a sentence without names, so that only facts decide an answer."""
     one, two = rng.sample(THEMES[theme], 2)
     pick = rng.choice
     templates = (
@@ -195,7 +195,7 @@ def shipped_documents(seed: int = 7) -> list[Document]:
 
 
 def question_sheet(documents: Sequence[Document]) -> dict[str, object]:
-    """What `questions.json` holds; a null answer means: whoever the document before this one named last."""
+    """Return the contents of `questions.json`. A null answer stands for the last name in the document before."""
     rows = [
         {
             "question": question(document.theme, fact.subject),

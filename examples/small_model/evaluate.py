@@ -34,7 +34,7 @@ def blind_mask(owners: list[int], documents: int) -> Tensor:
 def last_tokens(model: LlamaForCausalLM, prefix: Tensor, questions: Tensor, mask: Tensor | None) -> Tensor:
     """The id that follows each question, all questions of one prompt in one forward.
 
-    prefix [T], questions [Q, n]. Each question stands behind its own copy of the prefix; rows are [T + n].
+    prefix [T], questions [Q, n]. Each question follows its own copy of the prefix; rows are [T + n].
     """
     rows = torch.cat([prefix.expand(len(questions), -1), questions], dim=1)  # [Q, T + n]
     hidden = model.model(input_ids=rows, attention_mask=mask, use_cache=False).last_hidden_state
