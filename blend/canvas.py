@@ -40,7 +40,7 @@ def dense(kv: KV | Paged) -> KV:
         return kv
     if kv.table is None:
         return kv.keys[0], kv.values[0]
-    keys, values = (one[kv.table.long()].transpose(0, 1).flatten(1, 2) for one in kv[:2])
+    keys, values = (half[kv.table.long()].transpose(0, 1).flatten(1, 2) for half in kv[:2])
     return keys, values
 
 
@@ -65,8 +65,8 @@ def only_writes(query: torch.Tensor, write: Callable[[], None], own: Own) -> Non
 def positions_of(placements: Sequence[Placement], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the positions `[T]` at which the tokens of placements were computed, and those at which they are used."""
     none = torch.empty(0, dtype=torch.long, device=device)
-    old = [torch.arange(one.first, one.first + one.tokens, device=device) for one in placements]
-    new = [positions + (one.at - one.first) for one, positions in zip(placements, old, strict=True)]
+    old = [torch.arange(placement.first, placement.first + placement.tokens, device=device) for placement in placements]
+    new = [positions + (placement.at - placement.first) for placement, positions in zip(placements, old, strict=True)]
     return torch.cat([none, *old]), torch.cat([none, *new])
 
 

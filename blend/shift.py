@@ -32,11 +32,11 @@ class Shift:
         """
         self._canvas, repaired = canvas, repaired[document[repaired] >= 0]
         numbers, counts = torch.unique_consecutive(document[repaired], return_counts=True)
-        chosen = [one[:: -(-len(one) // MOST_EXAMPLES)] for one in repaired.split(counts.tolist())]
+        chosen = [group[:: -(-len(group) // MOST_EXAMPLES)] for group in repaired.split(counts.tolist())]
         is_other = torch.isin(document, numbers).index_fill_(0, repaired, False)
         others, examples = is_other.nonzero().flatten(), torch.cat([repaired[:0], *chosen])
         tokens = [int((document[others] == number).sum()) for number in numbers]
-        self._spans = Spans.of(tokens, [len(one) for one in chosen], canvas.device)
+        self._spans = Spans.of(tokens, [len(group) for group in chosen], canvas.device)
         self._examples, self._others = canvas.slots(examples), canvas.slots(others)
         self._weights: torch.Tensor | None = None  # [T, MOST_EXAMPLES], computed in the first layer
         self._back = canvas.turn(examples, torch.zeros_like(examples)), canvas.turn(others, torch.zeros_like(others))

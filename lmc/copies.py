@@ -143,9 +143,9 @@ def _driver_call() -> Callable[..., int] | None:
 
 def _submit(call: Callable[..., int], copies: Copies) -> None:
     attributes, first, wrong = _Attributes(order=STREAM_ORDER), _SIZE(0), _SIZE(0)
-    arrays = [np.ascontiguousarray(one) for one in (copies.targets, copies.sources, copies.sizes)]
+    arrays = [np.ascontiguousarray(array) for array in (copies.targets, copies.sources, copies.sizes)]
     code = call(
-        *(one.ctypes.data for one in arrays), len(copies.sizes),
+        *(array.ctypes.data for array in arrays), len(copies.sizes),
         ctypes.byref(attributes), ctypes.byref(first), 1, ctypes.byref(wrong), torch.cuda.current_stream().cuda_stream,
     )  # fmt: skip
     if code:

@@ -64,12 +64,12 @@ def attend_and_score(
     hidden = later.logical_or_(~present)  # [T, N]
     out, paid = torch.empty_like(query), []
     for head in range(heads):  # One head at a time: [G·T, N] fits into the CPU cache, and [Q, T, N] does not.
-        here = slice(head * group, (head + 1) * group)
-        q = query[:, here].transpose(0, 1).float()  # [G, T, D]
+        head_queries = slice(head * group, (head + 1) * group)
+        q = query[:, head_queries].transpose(0, 1).float()  # [G, T, D]
         # Scaled before the product, in float32: large keys (Qwen2's biases) overflow half precision.
         logits = ((q * scale) @ keys[head].float().T).masked_fill_(hidden, float("-inf"))
         weights = logits.softmax(-1)
-        out[:, here] = (weights @ values[head].float()).transpose(0, 1).to(out.dtype)
+        out[:, head_queries] = (weights @ values[head].float()).transpose(0, 1).to(out.dtype)
         paid.append(weights.amax((0, 1)) if over_heads == "max" else weights.sum(0))  # [N] or [T, N]
     joined = torch.stack(paid)
     return out, joined.amax(0) if over_heads == "max" else joined.sum(0).amax(0) / (heads * group)

@@ -23,21 +23,21 @@ TORCH = Kernels.of(attention, place, shift, in_pages=False)
 
 def kernels_of(device: torch.device) -> Kernels:
     """Return the kernels for a device. Raises `ConfigError` if LMC_KERNELS is invalid or cannot be satisfied."""
-    wanted = os.environ.get(VARIABLE, "") or "auto"
-    if wanted not in CHOICES:
-        raise ConfigError(f"invalid {VARIABLE} = {wanted}: use one of {', '.join(CHOICES)}")
-    if wanted == "torch" or (wanted == "auto" and not _compiles_for(device)):
+    choice = os.environ.get(VARIABLE, "") or "auto"
+    if choice not in CHOICES:
+        raise ConfigError(f"invalid {VARIABLE} = {choice}: use one of {', '.join(CHOICES)}")
+    if choice == "torch" or (choice == "auto" and not _compiles_for(device)):
         return TORCH
     if find_spec("triton") is None:
-        raise ConfigError(f"{VARIABLE} = {wanted} needs Triton: pip install triton, or set {VARIABLE}=torch")
+        raise ConfigError(f"{VARIABLE} = {choice} needs Triton: pip install triton, or set {VARIABLE}=torch")
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
-            f"{VARIABLE} = {wanted} needs an NVIDIA GPU, but the model is on {device.type}: set {VARIABLE}=torch"
+            f"{VARIABLE} = {choice} needs an NVIDIA GPU, but the model is on {device.type}: set {VARIABLE}=torch"
         )
     from lmc.blend.kernels import attention_triton, place_triton, shift_triton
 
-    found = Kernels.of(attention_triton, place_triton, shift_triton, in_pages=True)
-    return found.on(device) if device.type == "cuda" else found
+    kernels = Kernels.of(attention_triton, place_triton, shift_triton, in_pages=True)
+    return kernels.on(device) if device.type == "cuda" else kernels
 
 
 def _compiles_for(device: torch.device) -> bool:

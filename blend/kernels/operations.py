@@ -29,8 +29,8 @@ class Kernels(NamedTuple):
     @classmethod
     def of(cls, attention: ModuleType, place: ModuleType, shift: ModuleType, *, in_pages: bool) -> "Kernels":
         """Return the functions of three modules as a set of kernels."""
-        where: dict[str, Any] = {**vars(attention), **vars(place), **vars(shift), "in_pages": in_pages}
-        return cls(**{name: where[name] for name in cls._fields})
+        functions: dict[str, Any] = {**vars(attention), **vars(place), **vars(shift), "in_pages": in_pages}
+        return cls(**{name: functions[name] for name in cls._fields})
 
     def on(self, device: torch.device) -> "Kernels":
         """Return kernels that run on this GPU. Otherwise, Triton would launch them on the current GPU."""
@@ -38,6 +38,6 @@ class Kernels(NamedTuple):
         return self._replace(**guarded | {"in_pages": self.in_pages})
 
 
-def _on(device: torch.device, operation: Callable[..., Any], *given: Any, **named: Any) -> Any:
+def _on(device: torch.device, operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     with torch.cuda.device(device):
-        return operation(*given, **named)
+        return operation(*arguments, **options)

@@ -40,7 +40,8 @@ class DenseCanvas(Canvas[DenseRows]):
         self._layers, self._reader = layers, reader
         self._tokens = torch.tensor(tokens, device=self.device)
         # In its stored form, a document may end at a later position than the prompt.
-        self._cos, self._sin = layers.rows(max([len(tokens), *(one.first + one.tokens for one in placements)]))
+        ends = [placement.first + placement.tokens for placement in placements]
+        self._cos, self._sin = layers.rows(max([len(tokens), *ends]))
         old, self._stored = positions_of(placements, self.device)
         self._turn = self.turn(old, self._stored)
         shape, empty = layers.shape, partial(torch.empty, dtype=layers.shape.dtype, device=self.device)
@@ -77,7 +78,7 @@ class DenseCanvas(Canvas[DenseRows]):
     def keep(self, rows: DenseRows, kept: torch.Tensor) -> DenseRows:
         """Return the `kept` rows, with their projections if these are already computed."""
         cos, sin = rows.turns
-        projected = rows.projected and Projections(*(one[kept] for one in rows.projected))
+        projected = rows.projected and Projections(*(projection[kept] for projection in rows.projected))
         return DenseRows(rows.positions[kept], rows.hidden[kept], (cos[kept], sin[kept]), projected)
 
     def batches(self, rows: DenseRows) -> list[slice]:
@@ -90,18 +91,18 @@ class DenseCanvas(Canvas[DenseRows]):
         The last layer is finished only for the last token, whose logits are computed.
         """
         projected = rows.projected or self._layers.project(layer, rows.hidden, *rows.turns)
-        wanted = slice(-1, None) if layer == self.depth - 1 else slice(None)
+        output = slice(-1, None) if layer == self.depth - 1 else slice(None)
 
         def write() -> None:
             self.write(layer, rows.positions, projected.key, projected.value)
 
         def own() -> torch.Tensor:
-            return self.kernels.attend(projected.query[wanted], self.kv[layer], rows.positions[wanted], self.scale)
+            return self.kernels.attend(projected.query[output], self.kv[layer], rows.positions[output], self.scale)
 
         attended = (attention or writes_and_attends)(projected.query, write, own)
         rows.projected = projected if attended is None else None
         if attended is not None:
-            rows.hidden = self._layers.finish(layer, rows.hidden[wanted], attended)
+            rows.hidden = self._layers.finish(layer, rows.hidden[output], attended)
             if layer == self.depth - 1:
                 self.logits = self._layers.logits(rows.hidden[-1])
         if self._staging is not None and layer + 1 == self._placed < self.depth:
@@ -113,7 +114,7 @@ class DenseCanvas(Canvas[DenseRows]):
 
     def read(self, layer: int, slots: torch.Tensor) -> KV:
         """Return copies of keys and values `[T, H, D]`."""
-        keys, values = (whole.index_select(1, slots) for whole in self.kv[layer])
+        keys, values = (cached.index_select(1, slots) for cached in self.kv[layer])
         return keys.transpose(0, 1), values.transpose(0, 1)
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -133,6 +134,6 @@ class DenseCanvas(Canvas[DenseRows]):
         be NaN.
         """
         keys, values = self.kv[layer]
-        for one in (keys, values):
-            one.index_fill_(1, absent, 0)  # Assigning a number by index would block the host on a GPU.
+        for cached in (keys, values):
+            cached.index_fill_(1, absent, 0)  # Assigning a number by index would block the host on a GPU.
         return keys[:, :stop], values[:, :stop]

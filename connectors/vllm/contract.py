@@ -272,7 +272,7 @@ CALLS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 def lmc_hooks() -> dict[str, Signature]:
     """Return the hooks that lmc's connector overrides, with their signatures."""
     tree = ast.parse((HERE / "connector.py").read_text())
-    (connector,) = (one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == "LMCConnector")
+    (connector,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "LMCConnector")
     methods = own_attributes(connector).items()
     return {name: has for name, has in methods if has is not None and (name == "__init__" or name[:1] != "_")}
 
@@ -294,16 +294,16 @@ def lmc_calls() -> set[tuple[str, int, tuple[str, ...]]]:
 
 def _keywords(call: ast.Call) -> Iterator[str]:
     """Yield the keywords of a call, including those in a dict literal after `**`."""
-    for one in call.keywords:
-        if one.arg:
-            yield one.arg
-        elif isinstance(one.value, ast.Dict):
-            yield from (str(key.value) for key in one.value.keys if isinstance(key, ast.Constant))
+    for keyword in call.keywords:
+        if keyword.arg:
+            yield keyword.arg
+        elif isinstance(keyword.value, ast.Dict):
+            yield from (str(key.value) for key in keyword.value.keys if isinstance(key, ast.Constant))
 
 
 def facts_of(sources: Sources) -> VllmFacts:
     """Read the facts that the contract needs from a vLLM's files."""
-    fields = {path: [one.partition("(")[0] for one in names.split()] for path, names in FIELDS.items()}
+    fields = {path: [item.partition("(")[0] for item in names.split()] for path, names in FIELDS.items()}
     for name, _, _ in lmc_calls():
         fields.setdefault(f"{USED[name]}.{name}", []).append("__init__")
     return read_facts(sources, [f"{module}.{name}" for name, module in USED.items()], fields, BASE, lmc_hooks())

@@ -36,14 +36,14 @@ def weights_in_memory(config: Any, model: Any | None) -> str:
 def layout_of(config: Any, kv_cache_config: Any, pages: str) -> str:
     """Return everything on which the bytes in a page depend; `pages` describes the memory layout of the pages."""
     layers = config.compilation_config.static_forward_context
-    found = {
+    backends = {
         f"{layers[name].attn_backend.get_name()}/{getattr(layers[name], 'isa', '')}"
         for group in kv_cache_config.kv_cache_groups
         for name in group.layer_names
         if name in layers and hasattr(layers[name], "attn_backend")
     }
     numbers = f"{config.cache_config.cache_dtype} {config.model_config.dtype}"
-    return f"{','.join(sorted(found))} {pages} {numbers}{_draft(config)}"
+    return f"{','.join(sorted(backends))} {pages} {numbers}{_draft(config)}"
 
 
 def _draft(config: Any) -> str:

@@ -43,5 +43,5 @@ def _leaves(connector: Any) -> Iterator[Any]:
     if inside is None:
         yield connector
         return
-    for one in inside:
-        yield from _leaves(one)
+    for child in inside:
+        yield from _leaves(child)

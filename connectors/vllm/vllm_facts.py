@@ -156,13 +156,13 @@ def signature_of_arguments(arguments: ast.arguments, *, bound: bool) -> Signatur
     """Return the signature of a function; with `bound`, without its first parameter, as for a method."""
     positional = [*arguments.posonlyargs, *arguments.args]
     without = len(positional) - len(arguments.defaults)
-    parts = [one.arg + "=" * (place >= without) for place, one in enumerate(positional)][bound:]
+    parts = [argument.arg + "=" * (place >= without) for place, argument in enumerate(positional)][bound:]
     if arguments.vararg:
         parts.append(f"*{arguments.vararg.arg}")
     elif arguments.kwonlyargs:
         parts.append("*")
     defaults = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    parts += [one.arg + "=" * (default is not None) for one, default in defaults]
+    parts += [argument.arg + "=" * (default is not None) for argument, default in defaults]
     return parts + ([f"**{arguments.kwarg.arg}"] if arguments.kwarg else [])
 
 
@@ -213,7 +213,7 @@ def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
                     yield from _statements(node.body)
                 yield from _statements(node.orelse)
             case ast.Try():
-                yield from _statements([*node.body, *(line for one in node.handlers for line in one.body)])
+                yield from _statements([*node.body, *(line for handler in node.handlers for line in handler.body)])
             case _:
                 yield node
 
@@ -231,28 +231,32 @@ def _decorators(node: Function) -> set[str]:
 
 def own_attributes(node: ast.ClassDef) -> dict[str, Signature | None]:
     """Return the attributes that a class itself defines: signatures for methods, None for data and properties."""
-    found: dict[str, Signature | None] = {}
+    attributes: dict[str, Signature | None] = {}
     for inside in node.body:
         match inside:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
-                how = _decorators(inside)
-                is_data = bool(how & {"property", "cached_property"})
-                found[inside.name] = (
-                    None if is_data else signature_of_arguments(inside.args, bound="staticmethod" not in how)
+                decorators = _decorators(inside)
+                is_data = bool(decorators & {"property", "cached_property"})
+                attributes[inside.name] = (
+                    None if is_data else signature_of_arguments(inside.args, bound="staticmethod" not in decorators)
                 )
-                for target in (one for line in ast.walk(inside) for one in _targets(line)):
+                for target in (target for line in ast.walk(inside) for target in _targets(line)):
                     if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self":
-                        found.setdefault(target.attr, None)
+                        attributes.setdefault(target.attr, None)
             case ast.AnnAssign() | ast.Assign():
-                found |= {one.id: None for one in _targets(inside) if isinstance(one, ast.Name)}
-    return found
+                attributes |= {target.id: None for target in _targets(inside) if isinstance(target, ast.Name)}
+    return attributes
 
 
 def _targets(node: ast.AST) -> list[ast.expr]:
     """Return the targets of an assignment; an empty list for other statements."""
     match node:
         case ast.Assign(targets=targets):
-            return [one for target in targets for one in (target.elts if isinstance(target, ast.Tuple) else [target])]
+            return [
+                element
+                for target in targets
+                for element in (target.elts if isinstance(target, ast.Tuple) else [target])
+            ]
         case ast.AnnAssign(target=target):
             return [target]
     return []

@@ -37,13 +37,13 @@ def write_filled(path: Path, template: Path, contents: Mapping[str, str]) -> Non
     path.write_text(page, encoding="utf-8")
 
 
-def _answers(asked: Asked) -> str:
+def _answers(result: Asked) -> str:
     """Return a row of the table of answers; wrong ones have the class `wrong`."""
-    question = asked.example.question
-    heading = f"<b>{html.escape(question.question)}</b><br>{html.escape(asked.example.answer)}"
+    question = result.example.question
+    heading = f"<b>{html.escape(question.question)}</b><br>{html.escape(result.example.answer)}"
     lead = f"<i>{html.escape(question.lead)}</i> " if question.lead else ""
     cells = []
-    for answer in asked.ways.values():
+    for answer in result.ways.values():
         cost = f"{answer.seconds * 1e3:.0f} ms, {answer.computed:.0f} tokens computed, {answer.agreement:.0%} as full"
         mark = "" if answer.right else " class='wrong'"
         cells.append(f"<td{mark}>{lead}{html.escape(answer.sentence())}<small>{cost}</small></td>")

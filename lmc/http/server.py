@@ -222,11 +222,11 @@ class Guard:
         if code:
             await refuse(send, code, refused)
             return
-        received, whole, largest = 0, False, self._may_have(scope)
+        received, complete, max_bytes = 0, False, self._may_have(scope)
 
         async def receive_bounded() -> Message:
-            nonlocal received, whole, code, refused
-            if not whole:
+            nonlocal received, complete, code, refused
+            if not complete:
                 try:
                     message = await asyncio.wait_for(receive(), BODY_SECONDS)
                 except TimeoutError:
@@ -234,10 +234,10 @@ class Guard:
                     raise _BadBody from None
             else:  # The next message says that the caller has disconnected.
                 message = await receive()
-            whole = whole or not message.get("more_body", False)
+            complete = complete or not message.get("more_body", False)
             received += len(message.get("body", b""))
-            if received > largest:
-                code, refused = 413, _too_large(largest)
+            if received > max_bytes:
+                code, refused = 413, _too_large(max_bytes)
                 raise _BadBody
             return message
 
@@ -258,9 +258,9 @@ class Guard:
         name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
         if not self._token and name not in LOCAL:  # The request may come from a web page in a browser.
             return 403, f"host {name!r} is not accepted: use localhost, or set {TOKEN}"
-        length, largest = headers.get("content-length", "0"), self._may_have(scope)
-        if length.isdecimal() and int(length) > largest:
-            return 413, _too_large(largest)
+        length, max_bytes = headers.get("content-length", "0"), self._may_have(scope)
+        if length.isdecimal() and int(length) > max_bytes:
+            return 413, _too_large(max_bytes)
         kind = headers.get("content-type", "").partition(";")[0].strip()
         if scope["method"] in ("POST", "PATCH", "PUT") and kind != "application/json":
             return 400, "set the header content-type: application/json"  # Web pages need a CORS preflight to send it.
@@ -271,15 +271,15 @@ class Guard:
         """Return the body limit in bytes."""
         return self._larger.get(scope["path"], self._largest)
 
-    def _visitor(self, given: str, path: str) -> Visitor | None:
+    def _visitor(self, presented: str, path: str) -> Visitor | None:
         accepted = filter(None, (self._token, self._path_tokens.get(path)))
-        if not self._token or any(hmac.compare_digest(given.encode(), one.encode()) for one in accepted):
+        if not self._token or any(hmac.compare_digest(presented.encode(), secret.encode()) for secret in accepted):
             return Visitor()
-        found = None
+        visitor = None
         for token, tenant in self._tenants.items():
-            if hmac.compare_digest(given.encode(), token.encode()):
-                found = Visitor(tenant)
-        return found
+            if hmac.compare_digest(presented.encode(), token.encode()):
+                visitor = Visitor(tenant)
+        return visitor
 
 
 def bearer_token(authorization: str) -> str:
@@ -288,17 +288,17 @@ def bearer_token(authorization: str) -> str:
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
-def _too_large(largest: int) -> str:
-    return f"request body exceeds {largest // KIB} KiB"
+def _too_large(max_bytes: int) -> str:
+    return f"request body exceeds {max_bytes // KIB} KiB"
 
 
 class _BadBody(Exception):
     """A request body is too large, or does not arrive in time."""
 
 
-async def refuse(send: Send, code: int, why: str, *, close: bool = False) -> None:
+async def refuse(send: Send, code: int, reason: str, *, close: bool = False) -> None:
     """Respond with an error, and optionally `close` the connection."""
-    body = json.dumps({"error": why}).encode()
+    body = json.dumps({"error": reason}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(b"connection", b"close")] if close else []
     await send({"type": "http.response.start", "status": code, "headers": headers})

@@ -84,10 +84,10 @@ class PagedCanvas:
             beside = torch.arange(len(self._stored), device=self.device)
             self._place(self._parts(layer), beside, Paged.of((keys.transpose(0, 1), values.transpose(0, 1))))
             self.write(layer, self._stored, keys, values)
-        ahead = [one for one in (self._loads, self._staging) if one is not None]
+        ahead = [copies for copies in (self._loads, self._staging) if copies is not None]
         if ahead and layer + 1 < self.depth and self.arrived(layer + 1):
-            for one in ahead:
-                one.begin(layer + 1)
+            for copies in ahead:
+                copies.begin(layer + 1)
         return self._place_cost
 
     def _place(self, parts: Sequence[torch.Tensor], slots: torch.Tensor, into: Paged) -> None:
@@ -154,8 +154,8 @@ class PagedCanvas:
             return self.paged(layer)
         blocks = self._layers.kernel_blocks(self._blocks[: -(-stop // self._layers.block_size)])
         keys, values = self._layers.access[layer].tokens_of(blocks, stop)
-        for one in (keys, values):
-            one.index_fill_(1, absent, 0)  # Assigning a number by index would block the host on a GPU.
+        for half in (keys, values):
+            half.index_fill_(1, absent, 0)  # Assigning a number by index would block the host on a GPU.
         return keys, values
 
     def context_cost(self, stop: int) -> int:
@@ -175,8 +175,8 @@ class PagedCanvas:
         return agreed(chosen, of)
 
 
-def _batch(rows: PagedRows, wanted: slice) -> RowBatch:
-    return next(batch for batch in rows.batches if batch.rows == wanted)
+def _batch(rows: PagedRows, batch_slice: slice) -> RowBatch:
+    return next(batch for batch in rows.batches if batch.rows == batch_slice)
 
 
 def call_cost(device: torch.device) -> int:

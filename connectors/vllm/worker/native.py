@@ -308,12 +308,12 @@ class NativeLayers:
 
 def _own_config(config: Any, runs: int) -> Any:
     """Return the engine's configuration for lmc's own metadata builder: at most `runs` requests, no CUDA graphs."""
-    own = copy.copy(config)
-    own.scheduler_config = copy.copy(config.scheduler_config)
-    own.compilation_config = copy.copy(config.compilation_config)
-    own.scheduler_config.max_num_seqs = runs
-    own.compilation_config.cudagraph_mode = vllm_api.CUDAGraphMode.NONE
-    return own
+    lmc_config = copy.copy(config)
+    lmc_config.scheduler_config = copy.copy(config.scheduler_config)
+    lmc_config.compilation_config = copy.copy(config.compilation_config)
+    lmc_config.scheduler_config.max_num_seqs = runs
+    lmc_config.compilation_config.cudagraph_mode = vllm_api.CUDAGraphMode.NONE
+    return lmc_config
 
 
 def _breaks(positions: torch.Tensor) -> torch.Tensor:

@@ -198,7 +198,7 @@ class TokenAccess:
             keys = pages[:, :, 0].unflatten(-1, (self.head_dim, self._size)).transpose(1, 2).flatten(2).transpose(1, 2)
             return keys[:, :tokens], pages[:, :, 1].unflatten(-1, (self._size, self.head_dim)).flatten(1, 2)[:, :tokens]
         keys, values = self._cache[blocks].split(self.head_dim, dim=-1)  # [B, H, N, D]
-        return tuple(one.transpose(0, 1).flatten(1, 2)[:, :tokens] for one in (keys, values))
+        return tuple(half.transpose(0, 1).flatten(1, 2)[:, :tokens] for half in (keys, values))
 
     def scatter(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values `[T, H, D]` into `slots`, with the backend's own writer, which knows its layout."""

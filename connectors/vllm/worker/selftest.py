@@ -162,7 +162,7 @@ def _prefill_alone(layers: NativeLayers, tokens: list[int], table: tuple[int, ..
 
 def _read(layers: NativeLayers, blocks: torch.Tensor, count: int) -> list[KV]:
     slots = layers.slots(blocks, torch.arange(count, device=layers.device))
-    return [tuple(one.clone() for one in access.gather(slots)) for access in layers.access]  # type: ignore[misc]
+    return [tuple(half.clone() for half in access.gather(slots)) for access in layers.access]  # type: ignore[misc]
 
 
 def _clear(layers: NativeLayers, table: tuple[int, ...]) -> None:

@@ -32,7 +32,7 @@ class Work:
 
     def next_slice(self) -> int:
         """Run a slice, and return its cost. Raises `StopIteration` after the last slice."""
-        done, coming = next(self.steps)
-        self.largest = max(self.largest, done)
+        cost, coming = next(self.steps)
+        self.largest = max(self.largest, cost)
         self.coming = self.largest if coming is None else coming
-        return done
+        return cost

@@ -382,7 +382,7 @@ class Worker:
     def _page_loads(self, job: LoadJob | BlendJob) -> LayerLoads:
         def load(layer: int) -> None:
             self._pages.load_all(
-                layer, [Move(one.blocks, self._part(one.slot, layer), one.first) for one in job.copies]
+                layer, [Move(copy.blocks, self._part(copy.slot, layer), copy.first) for copy in job.copies]
             )
 
         return LayerLoads(load, len(_blocks(job.copies)) * self._block_size // COPY_COST + 1, self._streams)
@@ -408,7 +408,7 @@ class Worker:
 
     def _learn(self, job: LearnJob) -> Generator[Cost, None, None]:
         assert self._layers is not None
-        tokens, blocks = (torch.tensor(one, device=self._device) for one in (job.tokens, job.blocks))
+        tokens, blocks = (torch.tensor(values, device=self._device) for values in (job.tokens, job.blocks))
         behind = self._layers.slots(blocks, torch.arange(job.document, device=self._device))
         prefix = self._prefix_kv.get(job.resets, [])
         computed = job.document if prefix else 0
@@ -428,7 +428,7 @@ class Worker:
 
     def _backfill(self, job: BackfillJob) -> Generator[Cost, None, None]:
         assert self._layers is not None
-        tokens, blocks = (torch.tensor(one, device=self._device) for one in (job.tokens, job.blocks))
+        tokens, blocks = (torch.tensor(values, device=self._device) for values in (job.tokens, job.blocks))
         rows = self._rows._replace(layer=min(self._rows.layer, MIN_ROWS))
         for cost in prefill_alone(self._layers, tokens, blocks, rows, job.known):
             yield Cost(cost)
