@@ -21,8 +21,8 @@ from lmc.storage.places import PLACES
 from lmc.storage.stats import StoreStats, Verb
 
 Labels = tuple[str, ...]  # values, in the order of `Name.labels`
-MOVED: tuple[Verb, ...] = ("read", "write")  # directions of bytes
-TIMED: tuple[Verb, ...] = (*MOVED, "lookup")  # operations whose seconds are counted
+BYTE_DIRECTIONS: tuple[Verb, ...] = ("read", "write")  # directions of bytes
+TIMED_OPERATIONS: tuple[Verb, ...] = (*BYTE_DIRECTIONS, "lookup")  # operations whose seconds are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +80,14 @@ OF_REQUESTS = (  # A vLLM server counts all of them; `Prefills` of the transform
     Name("layers", "layers of the model, the divisor of token_layers", gauge=True),
 )
 
-SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
-SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
-TOKENS = (0.0, 64.0, 256.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 131072.0)
+SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
+SHARE_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
+TOKEN_BUCKETS = (0.0, 64.0, 256.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 131072.0)
 HISTOGRAMS = (  # of requests to a vLLM server; the label `way` is full, exact, blend or learn
-    Name("ttft_seconds", "time from a request's arrival to its first token", ("way",), buckets=SECONDS),
-    Name("load_seconds", "time in which workers loaded or blended a request's KV", ("way",), buckets=SECONDS),
-    Name("budget", "share of the reused tokens that a blend recomputed", buckets=SHARES),
-    Name("reused_tokens", "tokens of a prompt whose KV came from the store", ("way",), buckets=TOKENS),
+    Name("ttft_seconds", "time from a request's arrival to its first token", ("way",), buckets=SECONDS_BUCKETS),
+    Name("load_seconds", "time in which workers loaded or blended a request's KV", ("way",), buckets=SECONDS_BUCKETS),
+    Name("budget", "share of the reused tokens that a blend recomputed", buckets=SHARE_BUCKETS),
+    Name("reused_tokens", "tokens of a prompt whose KV came from the store", ("way",), buckets=TOKEN_BUCKETS),
 )
 
 NAMES = {name.name: name for name in (*OF_STORES, *OF_REQUESTS, *HISTOGRAMS)}
@@ -102,9 +102,13 @@ def values(stats: StoreStats) -> dict[str, dict[Labels, float]]:
     return {
         "hits": _each(places, stats.hits),
         "misses": {(): stats.misses},
-        "bytes": {(tier, direction): stats.bytes.get((tier, direction), 0) for tier in tiers for direction in MOVED},
+        "bytes": {
+            (tier, direction): stats.bytes.get((tier, direction), 0) for tier in tiers for direction in BYTE_DIRECTIONS
+        },
         "seconds": {
-            (tier, direction): stats.seconds.get((tier, direction), 0.0) for tier in tiers for direction in TIMED
+            (tier, direction): stats.seconds.get((tier, direction), 0.0)
+            for tier in tiers
+            for direction in TIMED_OPERATIONS
         },
         "written_chunks": _each(tiers, stats.writes),
         "dropped_writes": {(): stats.dropped_writes},

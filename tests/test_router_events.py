@@ -22,7 +22,7 @@ from lmc.router.document_index import DocumentIndex, Told
 from lmc.router.document_tokens import DocumentTokens
 from lmc.router.engines import Engine, address
 from lmc.router.event_stream import Batch, EventStream, Lost
-from lmc.router.follow import TOPIC, Follower, decoded
+from lmc.router.follow import DOCUMENT_TOPIC, Follower, decoded
 from lmc.router.policies.documents import Documents
 from lmc.router.policy import Candidate, PromptRequest
 from lmc.router.requests import read
@@ -42,7 +42,7 @@ class Publisher:
         payload = msgspec.msgpack.encode([time.time(), events, 0])
         self._batches = [*self._batches, (self.number, payload)][-self._kept :] if self._kept else []
         if not lost:
-            self._sending.send_multipart([TOPIC.encode(), self.number.to_bytes(8, "big"), payload])
+            self._sending.send_multipart([DOCUMENT_TOPIC.encode(), self.number.to_bytes(8, "big"), payload])
         self.number += 1
         self.answer()
 
@@ -52,7 +52,9 @@ class Publisher:
             client, _, start = self._answering.recv_multipart()
             for number, payload in self._batches:
                 if number >= int.from_bytes(start, "big"):
-                    self._answering.send_multipart([client, b"", TOPIC.encode(), number.to_bytes(8, "big"), payload])
+                    self._answering.send_multipart(
+                        [client, b"", DOCUMENT_TOPIC.encode(), number.to_bytes(8, "big"), payload]
+                    )
             self._answering.send_multipart([client, b"", b"", (-1).to_bytes(8, "big", signed=True), b""])
 
     def close(self) -> None:
@@ -81,7 +83,7 @@ def heard(schedule: list[bool], *, kept: int, replays: bool = True) -> list[list
         found: list[list[object] | None] = []
         with publisher(kept) as sender:
             replay = f"tcp://127.0.0.1:{sender.replay_port}" if replays else ""
-            stream = EventStream(f"tcp://127.0.0.1:{sender.port}", replay, TOPIC)
+            stream = EventStream(f"tcp://127.0.0.1:{sender.port}", replay, DOCUMENT_TOPIC)
 
             following = asyncio.create_task(_take_all(stream.batches(), found))
             hellos = itertools.count()
@@ -125,7 +127,7 @@ def test_batches_that_are_lost_at_the_end_are_missed_when_it_has_been_quiet():
     async def listen():
         with publisher() as sender:
             addresses = f"tcp://127.0.0.1:{sender.port}", f"tcp://127.0.0.1:{sender.replay_port}"
-            stream = EventStream(*addresses, TOPIC, quiet_seconds=0.05, replay_seconds=1.0).batches()
+            stream = EventStream(*addresses, DOCUMENT_TOPIC, quiet_seconds=0.05, replay_seconds=1.0).batches()
             assert isinstance(await anext(stream), Lost)
             coming = asyncio.create_task(anext(stream))
             while not coming.done():
@@ -155,7 +157,9 @@ def test_all_batches_that_there_are_come_first_if_that_is_wanted():
                 sender.publish([{"n": number}])
             addresses = f"tcp://127.0.0.1:{sender.port}", f"tcp://127.0.0.1:{sender.replay_port}"
             found = []
-            taking = asyncio.create_task(_take_all(EventStream(*addresses, TOPIC, from_start=True).batches(), found))
+            taking = asyncio.create_task(
+                _take_all(EventStream(*addresses, DOCUMENT_TOPIC, from_start=True).batches(), found)
+            )
             await until(lambda: found[-1:] == [[{"n": 3}]], sender)
             taking.cancel()
             await asyncio.gather(taking, return_exceptions=True)
@@ -176,7 +180,7 @@ def test_an_address_that_is_none_is_an_error():
 def test_a_publisher_that_was_started_anew_is_noticed():
     async def listen():
         with publisher() as sender:
-            stream = EventStream(f"tcp://127.0.0.1:{sender.port}", "", TOPIC).batches()
+            stream = EventStream(f"tcp://127.0.0.1:{sender.port}", "", DOCUMENT_TOPIC).batches()
             assert isinstance(await anext(stream), Lost)
             coming = asyncio.create_task(anext(stream))
             while not coming.done():

@@ -14,11 +14,19 @@ from service_fakes import eventually
 
 from lmc.errors import ConfigError
 from lmc.router import watch as watching
-from lmc.router.engines import BREAKER_FAILURES, FIRST_PAUSE_SECONDS, Engine, EngineBreaker, Engines, address, has_ended
+from lmc.router.engines import (
+    BREAKER_FAILURES,
+    FIRST_BREAKER_SECONDS,
+    Engine,
+    EngineBreaker,
+    Engines,
+    address,
+    has_ended,
+)
 from lmc.router.kv_index import CacheSource
 from lmc.router.policies import make
 from lmc.router.policy import Candidate, RoutingChoice
-from lmc.router.proxy import KEEP_ALIVE_SECONDS
+from lmc.router.proxy import IDLE_CONNECTION_SECONDS
 from lmc.router.settings import RouterSettings
 from lmc.router.visit import EngineFailed, Visit
 from lmc.router.watch import Watch, keep_up
@@ -52,8 +60,8 @@ def test_requests_that_fail_at_once_open_a_breaker_for_its_first_pause():
     breaker = EngineBreaker()
     for _ in range(50):
         breaker.failed(100.0)
-    assert breaker.state(100.0 + FIRST_PAUSE_SECONDS - 0.01) == "open"
-    assert breaker.state(100.0 + FIRST_PAUSE_SECONDS) == "half-open"
+    assert breaker.state(100.0 + FIRST_BREAKER_SECONDS - 0.01) == "open"
+    assert breaker.state(100.0 + FIRST_BREAKER_SECONDS) == "half-open"
 
 
 def test_only_the_request_that_tries_doubles_the_pause():
@@ -61,14 +69,14 @@ def test_only_the_request_that_tries_doubles_the_pause():
     for _ in range(BREAKER_FAILURES):
         breaker.failed(0.0)
     assert breaker.sent(), "it tries"
-    assert breaker.state(FIRST_PAUSE_SECONDS) == "open", "one at a time"
+    assert breaker.state(FIRST_BREAKER_SECONDS) == "open", "one at a time"
     breaker.ended(trial=False)  # an older request
-    assert breaker.state(FIRST_PAUSE_SECONDS) == "open"
-    breaker.failed(FIRST_PAUSE_SECONDS, trial=True)
+    assert breaker.state(FIRST_BREAKER_SECONDS) == "open"
+    breaker.failed(FIRST_BREAKER_SECONDS, trial=True)
     breaker.ended(trial=True)
-    breaker.failed(FIRST_PAUSE_SECONDS + 1)
-    assert breaker.state(3 * FIRST_PAUSE_SECONDS - 0.01) == "open"
-    assert breaker.state(3 * FIRST_PAUSE_SECONDS) == "half-open"
+    breaker.failed(FIRST_BREAKER_SECONDS + 1)
+    assert breaker.state(3 * FIRST_BREAKER_SECONDS - 0.01) == "open"
+    assert breaker.state(3 * FIRST_BREAKER_SECONDS) == "half-open"
     breaker.succeeded()
     assert (breaker.state(0.0), breaker.sent()) == ("closed", False)
 
@@ -217,7 +225,7 @@ def test_an_engine_keeps_its_place_for_some_lookups_that_miss_it():
             watch = Watch(RouterSettings(), engines, make("round_robin"), session, find)
             await watch.discover()
             one = found.pop()
-            for _ in range(watching.MAX_MISSES - 1):
+            for _ in range(watching.MAX_MISSED_LOOKUPS - 1):
                 await watch.discover()
                 assert [engine.missing for engine in engines] == [False, True]
                 assert [candidate.name for candidate in engines.candidates("")] == urls[:1]
@@ -227,7 +235,7 @@ def test_an_engine_keeps_its_place_for_some_lookups_that_miss_it():
             found.clear()
             await watch.discover()
             assert len(engines.candidates("")) == 2, "there are no others"
-            for _ in range(watching.MAX_MISSES - 1):
+            for _ in range(watching.MAX_MISSED_LOOKUPS - 1):
                 await watch.discover()
             assert not len(engines)
 
@@ -320,9 +328,9 @@ def test_a_router_without_engines_says_so():
 
 
 def test_an_idle_connection_is_closed_before_the_engine_does():
-    assert KEEP_ALIVE_SECONDS < 5.0, "uvicorn's time, and vLLM's"
+    assert IDLE_CONNECTION_SECONDS < 5.0, "uvicorn's time, and vLLM's"
     with house(1) as built:
-        assert built.router.application.proxy.session.connector._keepalive_timeout == KEEP_ALIVE_SECONDS
+        assert built.router.application.proxy.session.connector._keepalive_timeout == IDLE_CONNECTION_SECONDS
 
 
 # -- metrics ----------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from lmc.connectors.transformers import CachedModel
 from lmc.errors import ChunkLost, ConfigError, NoMemory, StorageError, TierUnusable
 from lmc.server import arenas
 from lmc.server import server as servers
-from lmc.server.channel import MAX_REQUEST_BYTES, Channel
+from lmc.server.channel import MAX_FRAME_BYTES, Channel
 from lmc.server.client import remote_store
 from lmc.server.client.connection import Gone, ServerConnection, retire, status
 from lmc.server.client.remote_store import RemoteStore
@@ -824,7 +824,7 @@ BROKEN = {
     "nothing": b"",
     "half a length": b"\x01\x00",
     "half a frame": struct.pack("<I", 100) + b"x",
-    "a frame without an end": struct.pack("<I", MAX_REQUEST_BYTES + 1) + b"x" * 100,
+    "a frame without an end": struct.pack("<I", MAX_FRAME_BYTES + 1) + b"x" * 100,
     "no message": struct.pack("<I", 3) + b"\xc1\xc1\xc1",
     "another message": struct.pack("<I", 7) + msgspec.msgpack.encode(["Nope"])[:7].ljust(7, b"\0"),
     "lists in lists": struct.pack("<I", 5000) + b"\x91" * 5000,

@@ -20,7 +20,7 @@ from lmc.background import Background
 from lmc.documents import publisher as document_publisher
 from lmc.documents.events import DocumentEvents
 from lmc.documents.known import KnownDocuments
-from lmc.documents.publisher import TOPIC, DocumentPublisher
+from lmc.documents.publisher import DOCUMENT_TOPIC, DocumentPublisher
 from lmc.errors import ConfigError
 from lmc.http.address import DOCUMENT_EVENTS
 from lmc.keys import RecordKind, tenant_of, tokens_digest
@@ -37,7 +37,7 @@ class Follower:
 
     def __init__(self, address: str, replay: str) -> None:
         self.there: dict[tuple[str, str], set[str]] = {}
-        self._stream = EventStream(address, replay, TOPIC, from_start=True)
+        self._stream = EventStream(address, replay, DOCUMENT_TOPIC, from_start=True)
 
     async def follow(self) -> None:
         async for event in self._stream.batches():
@@ -109,7 +109,7 @@ def test_batches_are_sent_again_to_any_client(tmp_path):
                     found.append(first)
                     break
             topic, number, payload = found[0]
-            assert (topic, int.from_bytes(number, "big")) == (TOPIC.encode(), 1)
+            assert (topic, int.from_bytes(number, "big")) == (DOCUMENT_TOPIC.encode(), 1)
             sent, events, engine = msgspec.msgpack.decode(payload)
             assert (events, engine) == ([{"type": "b"}], 0)
             assert abs(time.time() - sent) < SECONDS
@@ -148,7 +148,7 @@ def test_a_reader_notices_events_that_an_error_has_lost(tmp_path, monkeypatch, a
 
     async def run():
         seen = []
-        reading = asyncio.create_task(read(EventStream(*addresses, topic=TOPIC, quiet_seconds=0.2), seen))
+        reading = asyncio.create_task(read(EventStream(*addresses, topic=DOCUMENT_TOPIC, quiet_seconds=0.2), seen))
         ids = [key_of(name).hex() for name in "abc"]
         while not any(isinstance(one, set) and one for one in seen):  # A subscription takes a moment.
             log.left("host", key_of("a"))

@@ -15,7 +15,7 @@ from lmc.blend.kernels.operations import Kernels
 from lmc.errors import ConfigError
 
 VARIABLE, CHOICES = "LMC_KERNELS", ("auto", "triton", "torch")
-OLDEST = (8, 0)  # lowest compute capability for which the tests compile the kernels
+MIN_CAPABILITY = (8, 0)  # lowest compute capability for which the tests compile the kernels
 
 
 TORCH = Kernels.of(attention, place, shift, in_pages=False)
@@ -43,4 +43,4 @@ def kernels_of(device: torch.device) -> Kernels:
 def _compiles_for(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip or find_spec("triton") is None:
         return False
-    return torch.cuda.get_device_capability(device) >= OLDEST
+    return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY

@@ -15,9 +15,9 @@ from rich.text import Text
 from lmc.errors import InputError
 from lmc.terminal import AsJson, console, counted, print_json, seconds_of, time_text
 
-URL = "http://127.0.0.1:9180"
-DIGITS, TENANT_DIGITS = 12, 6  # displayed digits of an id, and of a tenant's digest
-MODEL = 2  # column of a list that is left out if there is only one model
+ADMIN_URL = "http://127.0.0.1:9180"
+SHOWN_ID_DIGITS, SHOWN_TENANT_DIGITS = 12, 6  # displayed digits of an id, and of a tenant's digest
+MODEL_COLUMN = 2  # column of a list that is left out if there is only one model
 
 Address = Annotated[
     str, typer.Option("--url", envvar="LMC_ADMIN", help="LMC_ADMIN address of the engine or cache server")
@@ -31,7 +31,7 @@ documents = typer.Typer(
 
 def explain(
     prompt: Annotated[str, typer.Argument(help="file with a request as JSON, or with a text; - for standard input")],
-    url: Address = URL,
+    url: Address = ADMIN_URL,
     server: Annotated[
         str | None, typer.Option(help="URL of the vLLM server that tokenizes the prompt, with its chat template")
     ] = None,
@@ -66,7 +66,7 @@ def explain(
         if document["why"]:
             out.print(Text(f"  why: {document['why']}"))
         if document["nearest"]:
-            out.print(Text(f"  lmc documents show {document['nearest'][:DIGITS]} --url {url}"))
+            out.print(Text(f"  lmc documents show {document['nearest'][:SHOWN_ID_DIGITS]} --url {url}"))
 
 
 @documents.command(name="list")
@@ -74,7 +74,7 @@ def list_documents(
     limit: Annotated[
         int, typer.Option(min=1, help="maximum number of documents; the most recently used come first")
     ] = 100,
-    url: Address = URL,
+    url: Address = ADMIN_URL,
     as_json: AsJson = False,
 ) -> None:
     """List documents with their tokens, tiers, number of uses and last use.
@@ -87,10 +87,10 @@ def list_documents(
         return
     columns = ["id", "name", "model", "tenant", "tokens", "places", "uses", "last used", "stays"]
     rows = [_row(document) for document in listing["documents"]]
-    if len({row[MODEL] for row in rows}) < 2:
-        columns.pop(MODEL)
+    if len({row[MODEL_COLUMN] for row in rows}) < 2:
+        columns.pop(MODEL_COLUMN)
         for row in rows:
-            row.pop(MODEL)
+            row.pop(MODEL_COLUMN)
     if sys.stdout.isatty():
         table = Table(*columns)
         for column in table.columns[:2]:
@@ -105,7 +105,7 @@ def list_documents(
 
 
 @documents.command()
-def show(name: Name, url: Address = URL, as_json: AsJson = False) -> None:
+def show(name: Name, url: Address = ADMIN_URL, as_json: AsJson = False) -> None:
     """Show a document with its text, or all documents of a name."""
     listing = _ask(url, _path(name), "documents")
     if as_json:
@@ -127,7 +127,7 @@ def show(name: Name, url: Address = URL, as_json: AsJson = False) -> None:
 def pin(
     names: Names,
     ttl: Annotated[str | None, typer.Option(help="remove the documents after this time, such as 12h or 7d")] = None,
-    url: Address = URL,
+    url: Address = ADMIN_URL,
 ) -> None:
     """Pin documents: they are not evicted, and are written again to a Redis that has dropped them.
 
@@ -137,13 +137,13 @@ def pin(
 
 
 @documents.command()
-def unpin(names: Names, url: Address = URL) -> None:
+def unpin(names: Names, url: Address = ADMIN_URL) -> None:
     """Undo a pin, and remove the time limit."""
     _change(url, names, {"pinned": False, "ttl": None})
 
 
 @documents.command()
-def remove(names: Names, url: Address = URL) -> None:
+def remove(names: Names, url: Address = ADMIN_URL) -> None:
     """Remove documents from memory and all tiers. They are learned again when a prompt has them."""
     for name in names:
         for document_id in _ask(url, _path(name), "removed", method="DELETE")["removed"]:
@@ -153,10 +153,10 @@ def remove(names: Names, url: Address = URL) -> None:
 
 def _row(document: dict[str, Any]) -> list[str]:
     return [
-        document["id"][:DIGITS],
+        document["id"][:SHOWN_ID_DIGITS],
         " ".join((document["name"] or document["begins"]).split()),
         document["model"],
-        document["tenant"][:TENANT_DIGITS],
+        document["tenant"][:SHOWN_TENANT_DIGITS],
         str(document["tokens"]),
         _places(document),
         str(document["uses"]),
@@ -171,11 +171,8 @@ def _change(url: str, names: Sequence[str], changes: dict[str, Any]) -> None:
     for name in names:
         for document in _ask(url, _path(name), "documents", changes, "PATCH")["documents"]:
             state = _stays(document) or "unpinned, without a time limit"
-            console().print(
-                Text(
-                    f"{document['id'][:DIGITS]} {document['name'] or document['begins']}: {state} ({_places(document)})"
-                )
-            )
+            title = f"{document['id'][:SHOWN_ID_DIGITS]} {document['name'] or document['begins']}"
+            console().print(Text(f"{title}: {state} ({_places(document)})"))
 
 
 def _places(document: dict[str, Any]) -> str:

@@ -213,7 +213,7 @@ def clear(
 
 @app.command()
 def top(
-    url: Annotated[str, typer.Argument(help="metrics URL of a vLLM server, cache server or router")] = tops.URL,
+    url: Annotated[str, typer.Argument(help="metrics URL of a vLLM server, cache server or router")] = tops.METRICS_URL,
     interval: Annotated[float, typer.Option(min=0.1, max=86400, help="seconds between two updates")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="print the totals and exit")] = False,
     as_json: AsJson = False,

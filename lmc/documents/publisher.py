@@ -16,10 +16,9 @@ from typing import Any
 
 from lmc.documents.events import DocumentEvents, DocumentMoved
 from lmc.errors import ConfigError
-from lmc.http.address import DOCUMENT_EVENTS, address_of_engine
+from lmc.http.address import DOCUMENT_EVENTS, DOCUMENT_TOPIC, address_of_engine
 from lmc.storage.tiers.tier_guard import logged
 
-TOPIC = "lmc.documents"
 POLL_SECONDS = 0.2  # interval between two checks for changes
 ERROR_PAUSE_SECONDS = 5.0  # pause after an error
 MAX_REPLAY_BATCHES = 10_000  # batches kept for subscribers that missed them
@@ -106,7 +105,7 @@ class DocumentPublisher:
             if len(request) == 2 and len(request[1]) == len(LAST):
                 for number, payload in self._kept:
                     if number >= request[1]:
-                        replay_socket.send_multipart((client, b"", TOPIC.encode(), number, payload))
+                        replay_socket.send_multipart((client, b"", DOCUMENT_TOPIC.encode(), number, payload))
                 replay_socket.send_multipart((client, b"", b"", LAST, b""))
 
     def _publish(self) -> None:
@@ -124,7 +123,7 @@ class DocumentPublisher:
 
     def _send(self, events: list[dict[str, Any]]) -> None:
         batch = self._number.to_bytes(8, "big"), self._pack([time.time(), events, self._engine])
-        self._sockets[0].send_multipart((TOPIC.encode(), *batch))
+        self._sockets[0].send_multipart((DOCUMENT_TOPIC.encode(), *batch))
         self._kept.append(batch)
         self._number += 1
 

@@ -10,6 +10,7 @@ from lmc.errors import ConfigError
 
 # The environment variables of three settings, as messages name them.
 ADDRESS, TOKEN, DOCUMENT_EVENTS = "LMC_ADMIN", "LMC_ADMIN_TOKEN", "LMC_DOCUMENT_EVENTS"
+DOCUMENT_TOPIC = "lmc.documents"  # ZeroMQ topic of document events
 LOCAL, UNIX = ("127.0.0.1", "localhost", "::1"), "unix://"
 LOCAL_URL = re.compile(r"http://(127\.0\.0\.1|localhost|\[::1\]):[0-9]{1,5}|unix:///[^?#\s]+")
 LAST_PORT = 65535

@@ -9,10 +9,9 @@ from urllib.error import HTTPError, URLError
 from urllib.request import HTTPHandler, HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 from lmc.errors import InputError
-from lmc.http.address import TOKEN, admin_token
+from lmc.http.address import TOKEN, UNIX, admin_token
 
 REDIRECTS = (301, 302, 303, 307, 308)  # HTTP status codes of redirects
-UNIX = "unix://"  # scheme of a unix socket's URL
 
 
 class Unreachable(InputError):

@@ -20,7 +20,7 @@ from lmc.storage.places import place_of
 PREFIX_SHARE = 0.5  # share of a cache's tokens that prompt beginnings may take in this index
 LEARNING_SECONDS = 10.0  # that a document may take until it is stored after its request was sent
 FAR = 0.7  # weight of a reused token that is not in memory
-WEIGHTS = {"GPU": 1.0, "CPU": 1.0, "STORAGE": FAR}  # weight by medium, as in events
+MEDIUM_WEIGHTS = {"GPU": 1.0, "CPU": 1.0, "STORAGE": FAR}  # weight by medium, as in events
 MAX_EVICTED = 10_000  # recently evicted documents that are remembered per cache
 MAX_TENANTS = 10_000  # whose answers are remembered per cache
 ANSWER_SHARE = 0.1  # weight of the last answer in a certainty
@@ -38,8 +38,8 @@ class Found(NamedTuple):
     is_coming: bool = False  # routed there a moment ago, not stored yet
 
 
-NOTHING, ASSUMED = Found(0.0, 0.0, is_there=False), Found(1.0, 1.0, is_assumed=True)
-COMING = NOTHING._replace(is_coming=True)
+NOT_STORED, ASSUMED = Found(0.0, 0.0, is_there=False), Found(1.0, 1.0, is_assumed=True)
+COMING = NOT_STORED._replace(is_coming=True)
 
 
 class Beginning(NamedTuple):
@@ -75,7 +75,7 @@ class DocumentIndex:
     def find(self, cache: str, documents: Sequence[CutDocument], tenant: str = "") -> list[Found]:
         """Return what is known about a tenant's documents in a cache."""
         contents = self._caches.get(cache)
-        return contents.find(documents, tenant, self._clock()) if contents else [NOTHING] * len(documents)
+        return contents.find(documents, tenant, self._clock()) if contents else [NOT_STORED] * len(documents)
 
     def answered(self, cache: str, tenant: str, assumed: float, reused: float, places: Mapping[str, int]) -> None:
         """Learn from an answer how many of a tenant's assumed document tokens were reused.
@@ -189,7 +189,7 @@ class Worth:
         certainty, weight = before.certainty, before.weight
         certainty += (share - certainty) * ANSWER_SHARE
         if tokens := sum(places.values()):
-            worths = [count * WEIGHTS.get(place_of(place).medium, FAR) for place, count in places.items()]
+            worths = [count * MEDIUM_WEIGHTS.get(place_of(place).medium, FAR) for place, count in places.items()]
             weight += (sum(worths) / tokens - weight) * ANSWER_SHARE
         self._shown[tenant] = before._replace(certainty=certainty, weight=weight)
         if len(self._shown) > MAX_TENANTS:
@@ -227,7 +227,7 @@ class _Cache:
             if is_told and document.digest:
                 results.append(self._find_told(document, tenant, now))
             elif (arrived := self._sent.get(tenant, document.key)) is None:
-                results.append(NOTHING)
+                results.append(NOT_STORED)
             else:  # A recent one may not be learned yet, which shows nothing about others.
                 results.append(self.documents.of(tenant)._replace(is_assumed=now - arrived >= LEARNING_SECONDS))
         return results
@@ -235,9 +235,9 @@ class _Cache:
     def _find_told(self, document: CutDocument, tenant: str, now: float) -> Found:
         reported = Told(tenant, document.digest)
         if media := self.media(reported):
-            return Found(1.0, max(WEIGHTS.get(medium, 0.0) for medium in media))
+            return Found(1.0, max(MEDIUM_WEIGHTS.get(medium, 0.0) for medium in media))
         on_its_way = self._came(tenant, document.key) > max(now - LEARNING_SECONDS, self._left.get(reported, 0.0))
-        return COMING if on_its_way else NOTHING
+        return COMING if on_its_way else NOT_STORED
 
     def prefix(self, cut: Cut, since: float = float("-inf")) -> int:
         for at, block in enumerate(cut.blocks):

@@ -16,7 +16,7 @@ from lmc.router.policy import Candidate
 
 BREAKER_FAILURES = 3  # failed requests in a row that open the circuit breaker
 FAILED_CHECKS = 3  # failed health checks in a row that abort an engine's requests
-FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 30.0  # seconds that a breaker is open; each failed trial doubles them
+FIRST_BREAKER_SECONDS, MAX_BREAKER_SECONDS = 1.0, 30.0  # seconds that a breaker is open; each failed trial doubles them
 DEFAULT_RATE = 10_000.0  # tokens per second, until any engine has been measured
 MEASURED_TOKENS = 256  # smaller prompts are not measured, because every request has a fixed overhead
 EQUAL_RATE_FACTOR = 1.5  # rates within this factor count as equal, because measured rates vary as much
@@ -97,7 +97,7 @@ class EngineBreaker:
     """
 
     failures: int = 0  # in a row
-    pause: float = FIRST_PAUSE_SECONDS
+    pause: float = FIRST_BREAKER_SECONDS
     until: float = 0.0  # when it may be tried again
     trying: bool = False  # whether a request is trying it
 
@@ -114,7 +114,7 @@ class EngineBreaker:
 
     def succeeded(self) -> None:
         """Record a success, which closes the breaker."""
-        self.failures, self.pause, self.trying = 0, FIRST_PAUSE_SECONDS, False
+        self.failures, self.pause, self.trying = 0, FIRST_BREAKER_SECONDS, False
 
     def passed(self) -> None:
         """Record a passed health check: a trial may start at once, and a running trial closes the breaker."""
@@ -126,7 +126,7 @@ class EngineBreaker:
         """Record a failure, of a trial or any other request."""
         self.failures += 1
         if trial:
-            self.pause = min(2 * self.pause, MAX_PAUSE_SECONDS)
+            self.pause = min(2 * self.pause, MAX_BREAKER_SECONDS)
         if trial or self.failures == BREAKER_FAILURES:
             self.until = now + self.pause
 

@@ -18,7 +18,7 @@ import msgspec
 
 from lmc.blend.markers import Markers
 from lmc.errors import InputError
-from lmc.http.address import address_of_engine
+from lmc.http.address import DOCUMENT_TOPIC, address_of_engine
 from lmc.router.cut import Cutter
 from lmc.router.document_index import DocumentIndex, Told
 from lmc.router.engines import Engine
@@ -29,7 +29,6 @@ from lmc.storage.places import place_of
 
 log = logging.getLogger(__name__)
 
-TOPIC = "lmc.documents"
 FOLLOW_RETRY_SECONDS = 5.0
 STORED_EVENT, REMOVED_EVENT = "DocumentStored", "DocumentRemoved"
 Lag = Callable[[str, float], None]  # called with an engine, and the age of a batch of its events in seconds
@@ -265,4 +264,4 @@ def _stream(addresses: str, admin: str) -> EventStream | None:
     if not publisher:
         return None
     endpoints = [part.replace("*", host).replace("0.0.0.0", host) for part in (publisher, replay)]
-    return EventStream(endpoints[0], endpoints[1], TOPIC)
+    return EventStream(endpoints[0], endpoints[1], DOCUMENT_TOPIC)

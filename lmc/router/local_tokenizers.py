@@ -28,8 +28,8 @@ PROMPT_SECONDS = 5.0  # timeout for one prompt
 RESTART_SECONDS = 1.0  # before processes are restarted
 LOAD_SECONDS = 120.0  # timeout in seconds for reading the tokenizers
 # Fields of a conversation that are passed on. Clients must not pass others to a template or a tokenizer.
-CHAT_FIELDS = {"model", "messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
-TEMPLATE_FIELDS = {"documents", "enable_thinking"}
+LOCAL_CHAT_FIELDS = {"model", "messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+LOCAL_TEMPLATE_FIELDS = {"documents", "enable_thinking"}
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # a name on a hub; other paths are directories
 
 log = logging.getLogger(__name__)
@@ -217,7 +217,7 @@ def _tokens(model: str, request: Mapping[str, Any]) -> list[int]:
                 isinstance(message["content"], str) and "tool_calls" not in message for message in request["messages"]
             )
             template_arguments = request.get("chat_template_kwargs") or {}
-            if not is_plain or request.keys() - CHAT_FIELDS or template_arguments.keys() - TEMPLATE_FIELDS:
+            if not is_plain or request.keys() - LOCAL_CHAT_FIELDS or template_arguments.keys() - LOCAL_TEMPLATE_FIELDS:
                 raise InputError("only an engine can format this conversation")
             ids = tokenizer.apply_chat_template(
                 request["messages"],

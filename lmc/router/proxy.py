@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 STREAM_TYPE = "text/event-stream"  # content type of a streamed answer
 JSON_HEADERS = {"content-type": "application/json"}  # required by vLLM, and not added by the session
 TOKENIZE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
-KEEP_ALIVE_SECONDS = 3.0  # for idle connections; vLLM closes them after 5 s, and a request must not race with that
+IDLE_CONNECTION_SECONDS = 3.0  # for idle connections; vLLM closes them after 5 s, and a request must not race with that
 TAIL_BYTES = 4096  # bytes at the end of an answer, which report what was reused
 
 
@@ -66,7 +66,7 @@ class Proxy:
             total=None, sock_connect=self._settings.connect_seconds, sock_read=self._settings.answer_seconds
         )
         self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_SECONDS),
             timeout=timeout,
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -164,7 +164,7 @@ class Proxy:
         while True:
             with self._visit(received, failed) as visit:
                 if not failed:
-                    self._metrics.observe(numbers.OVERHEAD, self._clock() - arrived)
+                    self._metrics.observe(numbers.ROUTING_SECONDS, self._clock() - arrived)
                 try:
                     opened = await visit.open(self._connections, client.target, body, headers, client.method)
                 except EngineFailed as error:
@@ -324,7 +324,7 @@ class Proxy:
     def _note_usage(self, request: PromptRequest, visit: Visit, tail: bytes) -> None:
         report = usage(tail)
         if report.prompt_tokens is not None:
-            self._metrics.count(numbers.PROMPTS, visit.engine.url, n=report.prompt_tokens)
+            self._metrics.count(numbers.COUNTED_PROMPT_TOKENS, visit.engine.url, n=report.prompt_tokens)
         if report.cached_tokens is not None:
             self._metrics.count(numbers.REPORTED, visit.engine.url, n=report.cached_tokens)
         self._policy.answered(request, visit.choice, report)

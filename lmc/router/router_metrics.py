@@ -8,9 +8,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from lmc.metrics import Name
 from lmc.router.engines import Engines
 
-DECISIONS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
-OVERHEADS = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.01, 0.025, 0.05, 0.1)
-FIRST_BYTES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+DECISION_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
+ROUTING_BUCKETS = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.01, 0.025, 0.05, 0.1)
+FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 BREAKER_STATES = {"closed": 0, "half-open": 1, "open": 2}
 
 ENGINE_LABELS = ("engine",)
@@ -18,14 +18,18 @@ SENT_REQUESTS = Name("router_requests", "requests sent to engines, by the reason
 ANSWERS = Name("router_answers", "answers to clients, by status", ("status",))
 EXPECTED = Name("router_expected_tokens", "tokens that engines were expected to reuse", ENGINE_LABELS)
 REPORTED = Name("router_reported_tokens", "tokens that engines reported as reused", ENGINE_LABELS)
-PROMPTS = Name("router_prompt_tokens", "prompt tokens, as counted by engines", ENGINE_LABELS)
+COUNTED_PROMPT_TOKENS = Name("router_prompt_tokens", "prompt tokens, as counted by engines", ENGINE_LABELS)
 RETRIES = Name("router_retries", "requests retried at another engine after this one failed", ENGINE_LABELS)
 BROKEN = Name("router_broken_answers", "answers that broke off after they began", ENGINE_LABELS)
 CLIENTS_LEFT = Name("router_clients_left", "requests whose client disconnected before the end")
 REFUSED = Name("router_refused", "requests answered with 429")
-DECISION = Name("router_decision_seconds", "time to choose an engine", buckets=DECISIONS)
-OVERHEAD = Name("router_overhead_seconds", "time from arrival until a request is sent to an engine", buckets=OVERHEADS)
-FIRST_BYTE = Name("router_first_byte_seconds", "time from arrival to the first byte of an answer", buckets=FIRST_BYTES)
+DECISION = Name("router_decision_seconds", "time to choose an engine", buckets=DECISION_BUCKETS)
+ROUTING_SECONDS = Name(
+    "router_overhead_seconds", "time from arrival until a request is sent to an engine", buckets=ROUTING_BUCKETS
+)
+FIRST_BYTE = Name(
+    "router_first_byte_seconds", "time from arrival to the first byte of an answer", buckets=FIRST_BYTE_BUCKETS
+)
 LOAD = Name("router_engine_requests", "requests in flight at an engine", ENGINE_LABELS, gauge=True)
 USABLE = Name("router_engine_usable", "1 if an engine can get requests, else 0", ENGINE_LABELS, gauge=True)
 BREAKERS = Name(
@@ -45,8 +49,9 @@ UNPLACED = Name("router_index_unplaced", "reported blocks with an unknown parent
 UNREADABLE = Name("router_index_unreadable", "unreadable batches of events, so far", gauge=True)
 LAG = Name("router_event_lag_seconds", "age of an engine's last batch of events at arrival", ENGINE_LABELS, gauge=True)
 ROUTER_METRICS = (
-    SENT_REQUESTS, ANSWERS, EXPECTED, REPORTED, PROMPTS, RETRIES, BROKEN, CLIENTS_LEFT, REFUSED, DECISION, OVERHEAD,
-    FIRST_BYTE, LOAD, USABLE, BREAKERS, INDEXED, ENGINE_INDEXED, TOLD, UNPLACED, UNREADABLE, LAG,
+    SENT_REQUESTS, ANSWERS, EXPECTED, REPORTED, COUNTED_PROMPT_TOKENS, RETRIES, BROKEN, CLIENTS_LEFT, REFUSED,
+    DECISION, ROUTING_SECONDS, FIRST_BYTE, LOAD, USABLE, BREAKERS, INDEXED, ENGINE_INDEXED, TOLD, UNPLACED,
+    UNREADABLE, LAG,
 )  # fmt: skip
 
 

@@ -18,11 +18,11 @@ from lmc.router.policy import RoutingChoice, Usage
 
 RETRIED_STATUSES = (502, 503, 504)  # statuses of an engine that is down; the request goes to another one
 # In generated text, quotation marks have a backslash before them.
-PROMPT_TOKENS = re.compile(rb'(?<!\\)"prompt_tokens":\s*(\d{1,9})')
-CACHED_TOKENS = re.compile(rb'(?<!\\)"cached_tokens":\s*(\d{1,9})')
-DOCUMENT_TOKENS = re.compile(rb'(?<!\\)"reused_tokens":\s*(\d{1,9})')
-UNKNOWN_DOCUMENTS = re.compile(rb'(?<!\\)"unknown_documents":\s*\d')  # the only field if no token was reused
-TOKENS_BY_TIER = re.compile(rb'(?<!\\)"tokens_from":\s*(\{[^{}]{0,500}\})')
+PROMPT_TOKENS_FIELD = re.compile(rb'(?<!\\)"prompt_tokens":\s*(\d{1,9})')
+CACHED_TOKENS_FIELD = re.compile(rb'(?<!\\)"cached_tokens":\s*(\d{1,9})')
+DOCUMENT_TOKENS_FIELD = re.compile(rb'(?<!\\)"reused_tokens":\s*(\d{1,9})')
+UNKNOWN_DOCUMENTS_FIELD = re.compile(rb'(?<!\\)"unknown_documents":\s*\d')  # the only field if no token was reused
+TOKENS_FROM_FIELD = re.compile(rb'(?<!\\)"tokens_from":\s*(\{[^{}]{0,500}\})')
 
 
 class EngineFailed(Exception):
@@ -110,11 +110,11 @@ class Visit:
 def usage(tail: bytes) -> Usage:
     """Read from the end of an answer how many tokens its prompt had and how many were reused."""
     prompt, cached, documents = (
-        _number(pattern.search(tail)) for pattern in (PROMPT_TOKENS, CACHED_TOKENS, DOCUMENT_TOKENS)
+        _number(pattern.search(tail)) for pattern in (PROMPT_TOKENS_FIELD, CACHED_TOKENS_FIELD, DOCUMENT_TOKENS_FIELD)
     )
-    if documents is None and UNKNOWN_DOCUMENTS.search(tail):
+    if documents is None and UNKNOWN_DOCUMENTS_FIELD.search(tail):
         documents = 0
-    places = TOKENS_BY_TIER.search(tail)
+    places = TOKENS_FROM_FIELD.search(tail)
     return Usage(prompt, cached, documents, _places(places[1]) if places else {})
 
 

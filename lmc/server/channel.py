@@ -13,10 +13,10 @@ from lmc.shapes import MIB
 
 T = TypeVar("T")
 
-MAX_REQUEST_BYTES = 16 * MIB
+MAX_FRAME_BYTES = 16 * MIB
 MAX_RESPONSE_BYTES = 1 << 31  # such as all keys of a large disk
 RECEIVED_BYTES = 1 << 16  # bytes received with one call, at most
-LENGTH, CREDENTIALS = struct.Struct("<I"), struct.Struct("3i")
+FRAME_LENGTH, CREDENTIALS = struct.Struct("<I"), struct.Struct("3i")
 SO_PEERGROUPS, GROUPS_BYTES = 59, 1024  # Python has no constant for this socket option.
 OK, ERROR = b"\0", b"\1"  # the first byte of a response
 
@@ -36,14 +36,14 @@ def decoded(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
 class Channel:
     """Sends and receives frames. An `OSError` or `BrokenProtocol` ends the connection."""
 
-    def __init__(self, connection: socket.socket, largest: int = MAX_REQUEST_BYTES) -> None:
+    def __init__(self, connection: socket.socket, largest: int = MAX_FRAME_BYTES) -> None:
         """Accept received frames of up to `largest` bytes."""
         self._largest = largest
         self._socket, self._received = connection, bytearray()
 
     def send(self, frame: bytes, descriptors: tuple[int, ...] = ()) -> None:
         """Send a frame, and file descriptors with it."""
-        head = LENGTH.pack(len(frame))
+        head = FRAME_LENGTH.pack(len(frame))
         if descriptors:
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
             self._socket.sendmsg([head], [rights])
@@ -52,14 +52,14 @@ class Channel:
 
     def receive(self, descriptors: list[int] | None = None) -> bytes | None:
         """Return the next frame, or None at the end of the connection; append received files to `descriptors`."""
-        if not self._fill(LENGTH.size, descriptors):
+        if not self._fill(FRAME_LENGTH.size, descriptors):
             return None
-        (length,) = LENGTH.unpack_from(self._received)
+        (length,) = FRAME_LENGTH.unpack_from(self._received)
         if length > self._largest:
             raise BrokenProtocol(f"sent a frame of {length} bytes, above the limit of {self._largest}")
-        self._fill(LENGTH.size + length, descriptors)
-        frame = bytes(memoryview(self._received)[LENGTH.size : LENGTH.size + length])
-        del self._received[: LENGTH.size + length]
+        self._fill(FRAME_LENGTH.size + length, descriptors)
+        frame = bytes(memoryview(self._received)[FRAME_LENGTH.size : FRAME_LENGTH.size + length])
+        del self._received[: FRAME_LENGTH.size + length]
         return frame
 
     def set_timeout(self, seconds: float | None) -> None:

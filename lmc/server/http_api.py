@@ -32,8 +32,8 @@ EVENT_SECONDS = 0.2  # between two checks for new events
 KEEP_ALIVE_SECONDS = 15.0  # without events, after which a subscriber gets a keep-alive comment
 MAX_QUOTA_GB = 1 << 20
 OPEN_PATHS = ("/", "/health", "/ready")  # paths that need no token
-MAX_REQUEST_BYTES = 64 * KIB  # limit for a request body with names and numbers only
-MAX_PROMPT_BYTES = 16 * MIB  # limit for a request body with a prompt
+MAX_SMALL_BODY_BYTES = 64 * KIB  # limit for a request body with names and numbers only
+MAX_PROMPT_BODY_BYTES = 16 * MIB  # limit for a request body with a prompt
 MAX_LIST_LENGTH = 100_000  # documents
 STREAMED_DOCUMENTS = 100  # documents in one piece of a listing
 MAX_SUBSCRIBERS = 16
@@ -94,7 +94,7 @@ def application(of: Overview, token: str, tenants: Mapping[str, str]) -> Guard:
     _add_documents(app, of)
     _add_memory(app, of)
     salts = {tenant_token: tenant_of(salt) for tenant_token, salt in tenants.items()}
-    return Guard(app, token, salts, OPEN_PATHS, MAX_REQUEST_BYTES, {"/v1/explain": MAX_PROMPT_BYTES})
+    return Guard(app, token, salts, OPEN_PATHS, MAX_SMALL_BODY_BYTES, {"/v1/explain": MAX_PROMPT_BODY_BYTES})
 
 
 def _visitor(request: Request) -> Visitor:

@@ -25,7 +25,7 @@ from lmc.storage.tiers.record import RecordMeta, checksum
 
 log = logging.getLogger(__name__)
 
-THREADS = min(8, os.cpu_count() or 1)  # threads that verify chunks at the start
+VERIFY_THREADS = min(8, os.cpu_count() or 1)  # threads that verify chunks at the start
 MAX_GROWTH, MIN_FILE_BYTES = 2, 1 << 16  # The file is rewritten above 2 times the valid frames' size plus 64 KiB.
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -52,7 +52,7 @@ class Journal:
         for slot, meta in self._read():
             entries.pop(slot, None)
             entries[slot] = meta
-        with ThreadPoolExecutor(THREADS) as pool:
+        with ThreadPoolExecutor(VERIFY_THREADS) as pool:
             valid = list(pool.map(self._is_valid, entries, entries.values()))
         chunks = [chunk for chunk, is_valid in zip(entries.items(), valid, strict=True) if is_valid]
         self._frames = {slot: _frame(slot, meta) for slot, meta in chunks}

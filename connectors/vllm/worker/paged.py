@@ -24,7 +24,7 @@ from lmc.shapes import KV
 
 log = logging.getLogger(__name__)
 
-TIMED, TIMED_PAGES = 5, 256
+TIMED_COPIES, TIMED_PAGES = 5, 256
 PART_PAGES = 16  # number of pages in a part, for chunks of 256 tokens and pages of 16 tokens
 WIDEST = torch.complex128  # torch's type of 16 bytes, used only for copies
 CPU_LAYOUTS = ("vec", "vec16")  # instruction sets whose pages have a transposed key block and a value block
@@ -70,7 +70,7 @@ class Pages:
                 memory = torch.empty(count * self.page_bytes[0], dtype=torch.uint8).pin_memory()
                 parts, starts = memory.split(PART_PAGES * self.page_bytes[0]), range(0, count, PART_PAGES)
                 moves = [Move(blocks[at : at + PART_PAGES], part) for at, part in zip(starts, parts, strict=True)]
-                seconds[stages] = min(seconds_of(partial(self.save_all, 0, moves)) for _ in range(TIMED))
+                seconds[stages] = min(seconds_of(partial(self.save_all, 0, moves)) for _ in range(TIMED_COPIES))
             except RuntimeError as error:
                 log.warning("lmc could not copy many pages in one call, %s: %s", modes[stages], error)
         self._stages = seconds[True] < seconds[False]

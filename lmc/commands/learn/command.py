@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from lmc.commands.administration import URL
+from lmc.commands.administration import ADMIN_URL
 from lmc.errors import InputError, needs_transformers
 from lmc.storage.places import place_of
 from lmc.terminal import AsJson, all_of, console, counted, print_json, seconds_of
@@ -54,7 +54,7 @@ def learn(
     ttl: Annotated[str | None, typer.Option(help="remove the documents after this time, such as 12h or 7d")] = None,
     admin: Annotated[
         str, typer.Option(envvar="LMC_ADMIN", help="LMC_ADMIN address of the server's engine, for --pin and --ttl")
-    ] = URL,
+    ] = ADMIN_URL,
     jobs: Annotated[int, typer.Option(min=1, help="number of documents that the server learns in parallel")] = 8,
     manifest: Annotated[
         Path | None,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lmc.blend.segments import Span, document_tokens, without_separators
-from lmc.commands.administration import URL
+from lmc.commands.administration import ADMIN_URL
 from lmc.commands.top import fetch
 from lmc.config.settings import Settings
 from lmc.documents.sources import Document
@@ -75,7 +75,14 @@ class ServerLearner:
     """A vLLM server with lmc, through its completions. Documents may be learned by several threads."""
 
     def __init__(
-        self, url: str, separator: str, salt: str = "", admin: str = URL, *, chat: bool = False, retains: bool = False
+        self,
+        url: str,
+        separator: str,
+        salt: str = "",
+        admin: str = ADMIN_URL,
+        *,
+        chat: bool = False,
+        retains: bool = False,
     ) -> None:
         """Connect to the server. `admin` is its administration endpoint, which must answer if `retains`.
 

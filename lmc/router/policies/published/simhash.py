@@ -8,20 +8,20 @@ from lmc.router.policies.simple import Ring
 from lmc.router.policy import Candidate, PromptRequest, RoutingChoice
 from lmc.router.prefix_hashes import encoded
 
-MAX_CHARACTERS = 400_000  # of a prompt that are hashed; more would delay other requests
-WINDOW = 16  # bytes, about three words of English
+HASHED_CHARACTERS = 400_000  # of a prompt that are hashed; more would delay other requests
+WINDOW_BYTES = 16  # bytes, about three words of English
 SAMPLING = 8  # one in eight windows counts; which one depends on its bytes, not on its position
 FACTOR = 0x100000001B3  # base of the polynomial over a window's bytes: the prime of FNV-1a
 MIX = 0x9E3779B97F4A7C15  # spreads a polynomial's value over 64 bits; 2^64 divided by the golden ratio
 
 
 def _window_hashes(data: Any) -> Any:
-    """Return the hash of each run of `WINDOW` bytes of an array, or of the whole array if it is shorter."""
+    """Return the hash of each run of `WINDOW_BYTES` bytes of an array, or of the whole array if it is shorter."""
     import numpy as np
 
-    count = max(1, len(data) - WINDOW + 1)
+    count = max(1, len(data) - WINDOW_BYTES + 1)
     hashes = np.zeros(count, np.uint64)
-    for place in range(min(WINDOW, len(data))):  # Array arithmetic wraps around at 64 bits.
+    for place in range(min(WINDOW_BYTES, len(data))):  # Array arithmetic wraps around at 64 bits.
         hashes = hashes * np.uint64(FACTOR) + data[place : place + count]
     for shift in (32, 29):
         hashes = (hashes ^ (hashes >> np.uint64(shift))) * np.uint64(MIX)
@@ -62,7 +62,7 @@ class SimHash(Policy):
     def choose(self, request: PromptRequest, candidates: Sequence[Candidate]) -> RoutingChoice:
         """Return the engine of the prompt's fingerprint."""
         names = {candidate.name for candidate in candidates}
-        key = f"{request.scope}\0{fingerprint(request.text[:MAX_CHARACTERS], self._bits)}"
+        key = f"{request.scope}\0{fingerprint(request.text[:HASHED_CHARACTERS], self._bits)}"
         return RoutingChoice(next(self._ring.walk(key, names)), "similar prompts")
 
     def forget(self, engine: str) -> None:
