@@ -21,7 +21,7 @@ from router_traces import LETTERS, SPECIAL, Arrival
 
 from lmc.keys import tenant_of
 from lmc.router.cut import Cut, CutDocument, Cutter
-from lmc.router.document_index import Told
+from lmc.router.document_index import ReportedDocument
 from lmc.router.policies.base import Policy
 from lmc.router.policies.documents import Documents
 from lmc.router.policy import Candidate, RoutingChoice, TakeBack, Usage
@@ -324,7 +324,7 @@ class Simulation:
         """End an engine. Requests that it has not begun to answer go to others at once."""
         gone = engine.die()
         if self._told:
-            self._told.index.untold(engine.candidate.cache, engine.candidate.name)
+            self._told.index.drop_reports(engine.candidate.cache, engine.candidate.name)
         self._lost = set(engine.cache.memory)
         engine.cache.start()
         self._at(self._clock.now + seconds, partial(self._come_back, engine))
@@ -344,14 +344,14 @@ class Simulation:
     def _list(self, engine: _Engine) -> None:
         """Report all documents of an engine to the policy."""
         if self._told:
-            there = [(Told(EVERYBODY, str(digest)), place_of(DISK).medium) for digest in engine.cache.disk]
+            there = [(ReportedDocument(EVERYBODY, str(digest)), place_of(DISK).medium) for digest in engine.cache.disk]
             self._told.index.listed(engine.candidate.cache, there, engine.candidate.name)
 
     def _moved(self, engine: str, digest: str, place: str, stored: bool) -> None:
         """Report to the policy that a document was stored at an engine, or removed from it."""
         if self._told:
             self._told.index.moved(
-                engine, Told(EVERYBODY, digest), place_of(place).medium, stored=stored, source=engine
+                engine, ReportedDocument(EVERYBODY, digest), place_of(place).medium, stored=stored, source=engine
             )
 
 

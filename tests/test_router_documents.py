@@ -23,7 +23,7 @@ from lmc.router.cut import (
     CutDocument,
     Cutter,
 )
-from lmc.router.document_index import COMING, LEARNING_SECONDS, DocumentIndex, Found, Told
+from lmc.router.document_index import COMING, LEARNING_SECONDS, DocumentIndex, Found, ReportedDocument
 from lmc.router.fair_lru import FairLru
 from lmc.router.kv_index import CacheSource
 from lmc.router.policies.documents import STAY, Documents
@@ -404,7 +404,7 @@ def test_answers_change_nothing_where_events_say_what_is_there():
     index, (one,) = DocumentIndex(1000), Cutter().cut(prompt("one")).documents
     index.listed("a", [])
     index.answered("a", "", 100, 0, {})
-    index.untold("a")
+    index.drop_reports("a")
     index.note("a", Cutter().cut(prompt("one")))
     assert found_in(index, "a", one).certainty == 1
 
@@ -415,15 +415,15 @@ def test_events_say_where_documents_are():
     digests = {TEXTS["one"].strip(): ("d1", 100), TEXTS["two"].strip(): ("d2", 100)}
     cutter = Cutter(find=lambda _, text, __: digests.get(text.strip()))
     one, two = cutter.cut(prompt("one", "two")).documents
-    index.moved("a", Told("", "d1"), "CPU", stored=True)
+    index.moved("a", ReportedDocument("", "d1"), "CPU", stored=True)
     assert found_in(index, "a", one).weight == 0, "without a listing, nobody knows what else is there"
-    index.listed("a", [(Told("", "d1"), "STORAGE")])
+    index.listed("a", [(ReportedDocument("", "d1"), "STORAGE")])
     assert (found_in(index, "a", one).weight, found_in(index, "a", two).weight) == (0.7, 0)
     assert found_in(index, "a", one, tenant_of("other")).weight == 0
-    index.moved("a", Told("", "d1"), "CPU", stored=True)
-    index.moved("a", Told("", "d2"), "CPU", stored=True)
+    index.moved("a", ReportedDocument("", "d1"), "CPU", stored=True)
+    index.moved("a", ReportedDocument("", "d2"), "CPU", stored=True)
     assert (found_in(index, "a", one).weight, found_in(index, "a", two).weight) == (1, 1)
-    index.moved("a", Told("", "d2"), "CPU", stored=False)
+    index.moved("a", ReportedDocument("", "d2"), "CPU", stored=False)
     assert found_in(index, "a", two).weight == 0
 
 
@@ -442,19 +442,19 @@ def test_a_document_that_was_sent_is_on_its_way_until_it_should_have_been_learne
     assert (found_in(index, "a", known).weight, found_in(index, "a", unknown).weight) == (0, 1), (
         "it was not, for whatever reason"
     )
-    index.moved("a", Told("", "d"), "CPU", stored=True)
+    index.moved("a", ReportedDocument("", "d"), "CPU", stored=True)
     assert found_in(index, "a", known).weight == 1
-    index.moved("a", Told("", "d"), "CPU", stored=False)
+    index.moved("a", ReportedDocument("", "d"), "CPU", stored=False)
     assert found_in(index, "a", known).weight == 0
     now[0] += 1
     index.note("a", cut)
     assert found_in(index, "a", known) == COMING, "it is learned again"
-    index.moved("a", Told("", "d"), "CPU", stored=True)
+    index.moved("a", ReportedDocument("", "d"), "CPU", stored=True)
     now[0] += 1
-    index.moved("a", Told("", "d"), "CPU", stored=False)
+    index.moved("a", ReportedDocument("", "d"), "CPU", stored=False)
     assert not found_in(index, "a", known).is_coming, "it was, and has left again"
-    index.untold("a")
-    assert index.told("a") == {}
+    index.drop_reports("a")
+    assert index.reports("a") == {}
     assert found_in(index, "a", known).weight == 1, "it was sent there"
 
 
@@ -670,7 +670,7 @@ def test_documents_that_an_engine_will_have_soon_draw_prompts_and_are_not_expect
     assert (choice.engine, choice.expected_tokens) == (b.name, 0)
     assert choice.cost == pytest.approx(len(later.text) / 4)
     for one in ("one", "two"):
-        policy.index.moved(b.name, Told(tenant_of(""), one), "CPU", stored=True)
+        policy.index.moved(b.name, ReportedDocument(tenant_of(""), one), "CPU", stored=True)
     policy.sent(later, a.name)
     choice = policy.choose(PromptRequest(text=f"a third {later.text}"), [a, b])
     assert (choice.engine, choice.expected_tokens) == (b.name, 200)

@@ -18,7 +18,7 @@ from router_house import SECONDS, served
 from lmc.blend.markers import Markers
 from lmc.errors import ConfigError, InputError
 from lmc.keys import tokens_digest
-from lmc.router.document_index import DocumentIndex, Told
+from lmc.router.document_index import DocumentIndex, ReportedDocument
 from lmc.router.document_tokens import DocumentTokens
 from lmc.router.engines import Engine, address
 from lmc.router.event_stream import Batch, EventStream, Lost
@@ -260,18 +260,18 @@ def test_the_index_follows_the_listing_and_the_events_of_an_engine(replays):
             following = asyncio.create_task(
                 Follower(policy, session, "", lambda _, lag: lags.append(lag)).follow(engine)
             )
-            told = lambda: policy.index.told(one.url)  # noqa: E731
-            await until(lambda: told() == {Told("", "d1"): {"CPU", "STORAGE"}}, sender)
-            while Told("", "d2") not in told():  # The subscriber joins somewhere.
+            told = lambda: policy.index.reports(one.url)  # noqa: E731
+            await until(lambda: told() == {ReportedDocument("", "d1"): {"CPU", "STORAGE"}}, sender)
+            while ReportedDocument("", "d2") not in told():  # The subscriber joins somewhere.
                 sender.publish([event("Stored", "d2")])
                 await asyncio.sleep(0.01)
             sender.publish([event("Removed", "d1"), {"type": "Unknown"}, 3])
-            await until(lambda: told().get(Told("", "d1")) == {"STORAGE"}, sender)
+            await until(lambda: told().get(ReportedDocument("", "d1")) == {"STORAGE"}, sender)
             admin.application.documents = [listed("d3", "host"), listed("d4", "disk")]
             sender.publish([event("Stored", "d4", "STORAGE")], lost=True)
             sender.publish([event("Stored", "d3")])
-            await until(lambda: {Told("", "d3"), Told("", "d4")} <= told().keys(), sender)
-            assert (Told("", "d2") in told()) == replays, "a listing takes the place of what was known"
+            await until(lambda: {ReportedDocument("", "d3"), ReportedDocument("", "d4")} <= told().keys(), sender)
+            assert (ReportedDocument("", "d2") in told()) == replays, "a listing takes the place of what was known"
             assert (policy.index.room(one.url), engine.candidate.ratio) == (9000, 0.3)
             assert engine.candidate.blend_min_tokens == 256
             following.cancel()
@@ -358,26 +358,26 @@ def test_a_document_is_known_by_its_text_while_no_engine_answers(monkeypatch):
 
 
 def test_an_index_that_is_told_nothing_is_empty():
-    assert DocumentIndex(10).told("x") == {}
-    assert not DocumentIndex(10).is_told("x")
+    assert DocumentIndex(10).reports("x") == {}
+    assert not DocumentIndex(10).is_reported("x")
 
 
 def test_engines_of_one_cache_are_believed_together():
     """An engine that was lost took with it what the other engines of its cache server went on to say."""
-    index, one, other = DocumentIndex(1000), Told("", "d1"), Told("", "d2")
+    index, one, other = DocumentIndex(1000), ReportedDocument("", "d1"), ReportedDocument("", "d2")
     index.listed("shared", [(one, "CPU")], "a")
     index.listed("shared", [(one, "CPU"), (other, "STORAGE")], "b")
-    assert index.told("shared") == {one: {"CPU"}, other: {"STORAGE"}}
-    index.untold("shared", "a")
-    assert index.told("shared") == {one: {"CPU"}, other: {"STORAGE"}}
+    assert index.reports("shared") == {one: {"CPU"}, other: {"STORAGE"}}
+    index.drop_reports("shared", "a")
+    assert index.reports("shared") == {one: {"CPU"}, other: {"STORAGE"}}
     index.moved("shared", one, "CPU", stored=False, source="a")
-    assert one in index.told("shared"), "nobody has listed for it"
+    assert one in index.reports("shared"), "nobody has listed for it"
     index.moved("shared", one, "CPU", stored=False, source="b")
-    assert index.told("shared") == {other: {"STORAGE"}}
-    assert index.is_told("shared")
+    assert index.reports("shared") == {other: {"STORAGE"}}
+    assert index.is_reported("shared")
     assert index.sizes("shared")["documents reported"] == 1
-    index.untold("shared", "b")
-    assert not index.is_told("shared")
+    index.drop_reports("shared", "b")
+    assert not index.is_reported("shared")
 
 
 def test_the_special_string_is_that_of_the_engines():

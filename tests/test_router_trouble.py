@@ -17,7 +17,7 @@ from lmc.router import client, discovery, document_tokens
 from lmc.router import watch as watching
 from lmc.router.application import Router
 from lmc.router.connections import bounded_protocol
-from lmc.router.document_index import Told
+from lmc.router.document_index import ReportedDocument
 from lmc.router.document_tokens import DocumentTokens
 from lmc.router.engines import BREAKER_FAILURES, FAILED_CHECKS, Engine, EngineBreaker, Engines, address
 from lmc.router.follow import Follower
@@ -125,7 +125,7 @@ def test_an_engine_that_was_removed_and_added_again_is_followed_anew():
 
     async def follow(engine):
         followed.append(engine)
-        policy.index.listed(engine.candidate.cache, [(Told("", "d"), "CPU")], engine.url)
+        policy.index.listed(engine.candidate.cache, [(ReportedDocument("", "d"), "CPU")], engine.url)
         await asyncio.Event().wait()
 
     class Answering(watching.Watch):
@@ -140,12 +140,12 @@ def test_an_engine_that_was_removed_and_added_again_is_followed_anew():
         await asyncio.sleep(0)
         engines.remove(URL)
         policy.forget(URL)
-        assert not policy.index.is_told(URL)
+        assert not policy.index.is_reported(URL)
         engines.add(new)
         await watch.look()
         await asyncio.sleep(0)
         assert followed[-1] is engines[URL]
-        assert policy.index.is_told(URL)
+        assert policy.index.is_reported(URL)
         await watch.close()
 
     asyncio.run(run())
@@ -169,13 +169,13 @@ def test_what_an_engine_has_said_of_a_cache_is_forgotten_when_it_gets_another_on
         following = asyncio.create_task(Answered(policy, None, "", lambda *_: None).follow(engine))
         for _ in range(1000):
             await asyncio.sleep(0.001)
-            if policy.index.is_told("first"):
+            if policy.index.is_reported("first"):
                 break
-        assert policy.index.told("first")
+        assert policy.index.reports("first")
         engines.add(address(URL, ["m"], cache="second", admin="http://a:9180"))
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
-        assert not policy.index.told("first")
+        assert not policy.index.reports("first")
 
     asyncio.run(run())
 

@@ -28,7 +28,7 @@ from lmc.router.local_tokenizers import LocalTokenizers
 from lmc.router.policies.base import Policy
 from lmc.router.proxy import Proxy
 from lmc.router.requests import json_object
-from lmc.router.router_metrics import ENGINE_INDEXED, INDEXED, LAG, TOLD, UNPLACED, UNREADABLE, RouterMetrics
+from lmc.router.router_metrics import ENGINE_INDEXED, INDEXED, IS_REPORTED, LAG, UNPLACED, UNREADABLE, RouterMetrics
 from lmc.router.settings import RouterSettings
 from lmc.router.watch import Discovery, Watch, keep_up
 
@@ -165,7 +165,7 @@ class Router:
             sizes: dict[str, int] = {}
             if documents is not None:
                 sizes |= documents.sizes(engine.candidate.cache)
-                self.metrics.set(TOLD, documents.is_told(engine.candidate.cache), engine.url)
+                self.metrics.set(IS_REPORTED, documents.is_reported(engine.candidate.cache), engine.url)
             if blocks is not None:
                 sizes["blocks reported"] = blocks.count(engine.url)
             for kind, count in sizes.items():

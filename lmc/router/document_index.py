@@ -53,7 +53,7 @@ class Beginning(NamedTuple):
 NO_BEGINNING = Beginning()
 
 
-class Told(NamedTuple):
+class ReportedDocument(NamedTuple):
     """A document of a tenant, as named in engines' events."""
 
     tenant: str
@@ -84,7 +84,7 @@ class DocumentIndex:
         assumed there.
         """
         if (
-            assumed > 0 and cache in self._caches and not self.is_told(cache)
+            assumed > 0 and cache in self._caches and not self.is_reported(cache)
         ):  # Its engine may have been removed meanwhile.
             self._caches[cache].documents.learn(tenant, min(reused / assumed, 1.0), places)
 
@@ -121,36 +121,36 @@ class DocumentIndex:
         """Record that a prompt was routed to a cache. Returns a function that undoes this."""
         return self._of(cache).note(cut, self._clock())
 
-    def moved(self, cache: str, document: Told, medium: str, *, stored: bool, source: str = "") -> None:
+    def moved(self, cache: str, document: ReportedDocument, medium: str, *, stored: bool, source: str = "") -> None:
         """Apply an event of the engine `source`: a document was stored on a medium or removed from it."""
         self._of(cache).moved(document, medium, self._clock(), stored=stored, source=source)
 
-    def listed(self, cache: str, documents: Iterable[tuple[Told, str]], source: str = "") -> None:
+    def listed(self, cache: str, documents: Iterable[tuple[ReportedDocument, str]], source: str = "") -> None:
         """Replace what the engine `source` reported: the documents in a cache with their media."""
-        listing = self._of(cache).told[source] = {}
+        listing = self._of(cache).reports[source] = {}
         for document, medium in documents:
             listing.setdefault(document, set()).add(medium)
 
-    def untold(self, cache: str, source: str = "") -> None:
+    def drop_reports(self, cache: str, source: str = "") -> None:
         """Drop what an engine reported about a cache, because some of its events are lost.
 
         Reports of other engines about the same cache stay.
         """
         if cache in self._caches:
-            self._caches[cache].told.pop(source, None)
+            self._caches[cache].reports.pop(source, None)
 
-    def document(self, cache: str) -> dict[Told, set[str]]:
+    def reports(self, cache: str) -> dict[ReportedDocument, set[str]]:
         """Return the documents that engines reported in a cache, with their media."""
         contents = self._caches.get(cache)
         return (
-            {document: contents.media(document) for listing in contents.told.values() for document in listing}
+            {document: contents.media(document) for listing in contents.reports.values() for document in listing}
             if contents
             else {}
         )
 
-    def is_told(self, cache: str) -> bool:
+    def is_reported(self, cache: str) -> bool:
         """Return whether an engine reports the documents of a cache. Otherwise its contents are assumed."""
-        return cache in self._caches and bool(self._caches[cache].told)
+        return cache in self._caches and bool(self._caches[cache].reports)
 
     def sizes(self, cache: str) -> dict[str, int]:
         """Return the number of entries of a cache by kind."""
@@ -200,8 +200,8 @@ class _Cache:
     """The contents of one cache."""
 
     def __init__(self, tokens: float) -> None:
-        self.told: dict[str, dict[Told, set[str]]] = {}  # media of documents, by reporting engine
-        self._left: dict[Told, float] = {}  # eviction times of recently evicted documents
+        self.reports: dict[str, dict[ReportedDocument, set[str]]] = {}  # media of documents, by reporting engine
+        self._left: dict[ReportedDocument, float] = {}  # eviction times of recently evicted documents
         self._chunk_tokens = 1
         self._sent = FairLru[bytes, float](tokens)  # arrival times of documents, by tenant
         self._blocks = FairLru[int, tuple[float, float]](tokens * PREFIX_SHARE)  # arrival and last use
@@ -222,18 +222,18 @@ class _Cache:
         self._blocks.resize(tokens * PREFIX_SHARE)
 
     def find(self, documents: Sequence[CutDocument], tenant: str, now: float) -> list[Found]:
-        results, is_told = [], bool(self.told)
+        results, is_reported = [], bool(self.reports)
         for document in documents:
-            if is_told and document.digest:
-                results.append(self._find_told(document, tenant, now))
+            if is_reported and document.digest:
+                results.append(self._find_reported(document, tenant, now))
             elif (arrived := self._sent.get(tenant, document.key)) is None:
                 results.append(NOT_STORED)
             else:  # A recent one may not be learned yet, which shows nothing about others.
                 results.append(self.documents.of(tenant)._replace(is_assumed=now - arrived >= LEARNING_SECONDS))
         return results
 
-    def _find_told(self, document: CutDocument, tenant: str, now: float) -> Found:
-        reported = Told(tenant, document.digest)
+    def _find_reported(self, document: CutDocument, tenant: str, now: float) -> Found:
+        reported = ReportedDocument(tenant, document.digest)
         if media := self.media(reported):
             return Found(1.0, max(MEDIUM_WEIGHTS.get(medium, 0.0) for medium in media))
         on_its_way = self._came(tenant, document.key) > max(now - LEARNING_SECONDS, self._left.get(reported, 0.0))
@@ -256,7 +256,7 @@ class _Cache:
         earlier_blocks = {block: sent[0] for block in cut.blocks if (sent := self._blocks.get(tenant, block))}
         for document in cut.documents:
             arrived = self._came(tenant, document.key)
-            was_evicted = arrived <= self._left.get(Told(tenant, document.digest), float("-inf"))
+            was_evicted = arrived <= self._left.get(ReportedDocument(tenant, document.digest), float("-inf"))
             room = ceil(document.tokens / self._chunk_tokens) * self._chunk_tokens
             self._sent.put(tenant, document.key, room, now if was_evicted else arrived)
         for block in reversed(cut.blocks):  # The end of a prompt is evicted first.
@@ -276,13 +276,13 @@ class _Cache:
         arrived = self._sent.get(tenant, key)
         return float("-inf") if arrived is None else arrived
 
-    def media(self, document: Told) -> set[str]:
-        return set().union(*(listing[document] for listing in self.told.values() if document in listing))
+    def media(self, document: ReportedDocument) -> set[str]:
+        return set().union(*(listing[document] for listing in self.reports.values() if document in listing))
 
-    def moved(self, document: Told, medium: str, now: float, *, stored: bool, source: str) -> None:
-        if source not in self.told:
+    def moved(self, document: ReportedDocument, medium: str, now: float, *, stored: bool, source: str) -> None:
+        if source not in self.reports:
             return  # Without a listing, other documents would be unknown.
-        listing = self.told[source]
+        listing = self.reports[source]
         media = listing.setdefault(document, set())
         (media.add if stored else media.discard)(medium)
         if not media:
@@ -293,5 +293,5 @@ class _Cache:
                 del self._left[next(iter(self._left))]
 
     def sizes(self) -> dict[str, int]:
-        reported = sum(map(len, self.told.values()))
+        reported = sum(map(len, self.reports.values()))
         return {"documents reported": reported, "documents sent": len(self._sent), "beginnings sent": len(self._blocks)}

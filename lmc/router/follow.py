@@ -20,7 +20,7 @@ from lmc.blend.markers import Markers
 from lmc.errors import InputError
 from lmc.http.address import DOCUMENT_TOPIC, address_of_engine
 from lmc.router.cut import Cutter
-from lmc.router.document_index import DocumentIndex, Told
+from lmc.router.document_index import DocumentIndex, ReportedDocument
 from lmc.router.engines import Engine
 from lmc.router.event_stream import Batch, EventStream, Lost
 from lmc.router.kv_index import BlockIndex, BlockName, CacheSource, Medium
@@ -89,17 +89,17 @@ class Follower:
         try:
             async for event in stream.batches():
                 if isinstance(event, Lost):
-                    index.untold(cache, engine.url)
+                    index.drop_reports(cache, engine.url)
                     index.listed(cache, await self._listing(engine), engine.url)
                 else:
                     self._take(index, engine, cache, event)
         finally:  # Changes are no longer reported.
-            index.untold(cache, engine.url)
+            index.drop_reports(cache, engine.url)
 
-    async def _listing(self, engine: Engine) -> list[tuple[Told, str]]:
+    async def _listing(self, engine: Engine) -> list[tuple[ReportedDocument, str]]:
         listing = await self._ask(engine, f"/v1/documents?limit={1 << 30}")
         return [
-            (Told(document["tenant"], document["digest"]), medium)
+            (ReportedDocument(document["tenant"], document["digest"]), medium)
             for document in listing["documents"]
             for place in document["places"]
             if (medium := place_of(place).medium)
@@ -111,7 +111,7 @@ class Follower:
         for event in events:
             kind = event.get("type")
             if kind in (STORED_EVENT, REMOVED_EVENT):
-                document = Told(str(event["tenant"]), str(event["digest"]))
+                document = ReportedDocument(str(event["tenant"]), str(event["digest"]))
                 medium, stored = str(event["medium"]), kind == STORED_EVENT
                 index.moved(cache, document, medium, stored=stored, source=engine.url)
 

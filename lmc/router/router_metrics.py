@@ -42,7 +42,7 @@ INDEXED = Name("router_index_entries", "documents and beginnings of prompts in t
 ENGINE_INDEXED = Name(
     "router_engine_index_entries", "index entries of an engine's cache, by kind", ("engine", "kind"), gauge=True
 )
-TOLD = Name(
+IS_REPORTED = Name(
     "router_engine_told", "1 if events report the contents of an engine's cache, else 0", ENGINE_LABELS, gauge=True
 )
 UNPLACED = Name("router_index_unplaced", "reported blocks with an unknown parent, so far", gauge=True)
@@ -50,7 +50,7 @@ UNREADABLE = Name("router_index_unreadable", "unreadable batches of events, so f
 LAG = Name("router_event_lag_seconds", "age of an engine's last batch of events at arrival", ENGINE_LABELS, gauge=True)
 ROUTER_METRICS = (
     SENT_REQUESTS, ANSWERS, EXPECTED, REPORTED, COUNTED_PROMPT_TOKENS, RETRIES, BROKEN, CLIENTS_LEFT, REFUSED,
-    DECISION, ROUTING_SECONDS, FIRST_BYTE, LOAD, USABLE, BREAKERS, INDEXED, ENGINE_INDEXED, TOLD, UNPLACED,
+    DECISION, ROUTING_SECONDS, FIRST_BYTE, LOAD, USABLE, BREAKERS, INDEXED, ENGINE_INDEXED, IS_REPORTED, UNPLACED,
     UNREADABLE, LAG,
 )  # fmt: skip
 

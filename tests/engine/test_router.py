@@ -28,7 +28,7 @@ from service_fakes import eventually
 
 from lmc.commands.chat_template import with_documents
 from lmc.router.application import Router
-from lmc.router.document_index import Told
+from lmc.router.document_index import ReportedDocument
 from lmc.router.engines import Engines, address
 from lmc.router.event_stream import EventStream
 from lmc.router.kv_index import CacheSource
@@ -156,11 +156,12 @@ class Engine(HttpEngine):
         found = re.findall(r"^lmc:reused_tokens_sum\{.*\} (\S+)$", httpx.get(f"{self.url}/metrics").text, re.M)
         return sum(map(float, found))
 
-    def documents(self) -> dict[Told, set[str]]:
+    def documents(self) -> dict[ReportedDocument, set[str]]:
         """Return where its documents are, as it says itself."""
         listed = httpx.get(f"http://{self.admin}/v1/documents?limit=1000").json()["documents"]
         found = {
-            Told(one["tenant"], one["digest"]): {place_of(place).medium for place in one["places"]} for one in listed
+            ReportedDocument(one["tenant"], one["digest"]): {place_of(place).medium for place in one["places"]}
+            for one in listed
         }
         return {told: media for told, media in found.items() if media}
 
@@ -332,7 +333,7 @@ def test_the_index_is_what_the_engines_have(engines, routed, monkeypatch, loses)
         for number in range(6):
             ask_all(house, engines, f"{loses} {number}", prompts(2, 1))
         for one in engines:
-            eventually(lambda one=one: index.told(one.url) == one.documents())
+            eventually(lambda one=one: index.reports(one.url) == one.documents())
     assert len(lost) == (2 if loses else 0)
     assert not loses or any(lost), "no batch was lost"
 

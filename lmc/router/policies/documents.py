@@ -137,7 +137,7 @@ class Documents(Policy):
             offer.candidate.name: {
                 "expected_tokens": round(offer.reused),
                 "documents": offer.documents,
-                "known_by": "events" if self.index.is_told(offer.candidate.cache) else "history",
+                "known_by": "events" if self.index.is_reported(offer.candidate.cache) else "history",
                 "assumed_tokens": round(offer.assumed),
                 "cost_tokens": round(offer.cost),
                 "seconds": round(offer.seconds, 4),
