@@ -23,7 +23,7 @@ from lmc.router.cut import (
     CutDocument,
     Cutter,
 )
-from lmc.router.document_index import COMING, LEARNING_SECONDS, DocumentIndex, Found, ReportedDocument
+from lmc.router.document_index import COMING, LEARNING_SECONDS, DocumentIndex, DocumentState, ReportedDocument
 from lmc.router.fair_lru import FairLru
 from lmc.router.kv_index import CacheSource
 from lmc.router.policies.documents import STAY, Documents
@@ -43,7 +43,7 @@ def engines(count: int = 2, **fields) -> list[Candidate]:
     return [Candidate(f"http://{number}", **fields) for number in range(count)]
 
 
-def found_in(index: DocumentIndex, cache: str, document: CutDocument, *tenant: str) -> Found:
+def found_in(index: DocumentIndex, cache: str, document: CutDocument, *tenant: str) -> DocumentState:
     return index.find(cache, [document], *tenant)[0]
 
 

@@ -28,17 +28,17 @@ NO_PLACES: Mapping[str, int] = {}
 NEVER = (float("inf"), float("inf"))  # the times of a missing block
 
 
-class Found(NamedTuple):
+class DocumentState(NamedTuple):
     """What is known about a document in a cache."""
 
     certainty: float  # probability that the cache has it
     weight: float  # of its tier: 1 in memory, less below
-    is_there: bool = True
+    is_stored: bool = True
     is_assumed: bool = False  # routed there but not confirmed by events
     is_coming: bool = False  # routed there a moment ago, not stored yet
 
 
-NOT_STORED, ASSUMED = Found(0.0, 0.0, is_there=False), Found(1.0, 1.0, is_assumed=True)
+NOT_STORED, ASSUMED = DocumentState(0.0, 0.0, is_stored=False), DocumentState(1.0, 1.0, is_assumed=True)
 COMING = NOT_STORED._replace(is_coming=True)
 
 
@@ -72,7 +72,7 @@ class DocumentIndex:
         """Set the size of a cache, and of the chunks in which it stores documents, in tokens."""
         self._of(cache).resize(tokens, chunk_tokens)
 
-    def find(self, cache: str, documents: Sequence[CutDocument], tenant: str = "") -> list[Found]:
+    def find(self, cache: str, documents: Sequence[CutDocument], tenant: str = "") -> list[DocumentState]:
         """Return what is known about a tenant's documents in a cache."""
         contents = self._caches.get(cache)
         return contents.find(documents, tenant, self._clock()) if contents else [NOT_STORED] * len(documents)
@@ -170,16 +170,16 @@ class DocumentIndex:
         return self._caches[cache]
 
 
-class Worth:
+class Reliability:
     """How reliable assumptions about a cache are, by tenant, learned from the engines' answers.
 
     Beginnings of prompts have a certainty; documents have the weight of a tier too.
     """
 
     def __init__(self) -> None:
-        self._shown: OrderedDict[str, Found] = OrderedDict()  # the last tenants that answers were for
+        self._shown: OrderedDict[str, DocumentState] = OrderedDict()  # the last tenants that answers were for
 
-    def of(self, tenant: str) -> Found:
+    def of(self, tenant: str) -> DocumentState:
         """Return the certainty and the weight for what a tenant has sent."""
         return self._shown.get(tenant, ASSUMED)
 
@@ -205,7 +205,7 @@ class _Cache:
         self._chunk_tokens = 1
         self._sent = FairLru[bytes, float](tokens)  # arrival times of documents, by tenant
         self._blocks = FairLru[int, tuple[float, float]](tokens * PREFIX_SHARE)  # arrival and last use
-        self.documents, self.beginnings = Worth(), Worth()
+        self.documents, self.beginnings = Reliability(), Reliability()
 
     @property
     def room(self) -> float:
@@ -221,7 +221,7 @@ class _Cache:
         self._sent.resize(tokens)
         self._blocks.resize(tokens * PREFIX_SHARE)
 
-    def find(self, documents: Sequence[CutDocument], tenant: str, now: float) -> list[Found]:
+    def find(self, documents: Sequence[CutDocument], tenant: str, now: float) -> list[DocumentState]:
         results, is_reported = [], bool(self.reports)
         for document in documents:
             if is_reported and document.digest:
@@ -232,10 +232,10 @@ class _Cache:
                 results.append(self.documents.of(tenant)._replace(is_assumed=now - arrived >= LEARNING_SECONDS))
         return results
 
-    def _find_reported(self, document: CutDocument, tenant: str, now: float) -> Found:
+    def _find_reported(self, document: CutDocument, tenant: str, now: float) -> DocumentState:
         reported = ReportedDocument(tenant, document.digest)
         if media := self.media(reported):
-            return Found(1.0, max(MEDIUM_WEIGHTS.get(medium, 0.0) for medium in media))
+            return DocumentState(1.0, max(MEDIUM_WEIGHTS.get(medium, 0.0) for medium in media))
         on_its_way = self._came(tenant, document.key) > max(now - LEARNING_SECONDS, self._left.get(reported, 0.0))
         return COMING if on_its_way else NOT_STORED
 

@@ -174,13 +174,13 @@ class Documents(Policy):
             outside = min(document.tokens, document.stop - beginning)  # tokens that are not in the beginning
             if outside <= 0:
                 continue
-            if not (match.is_there or match.is_coming):  # the case of most engines
+            if not (match.is_stored or match.is_coming):  # the case of most engines
                 new += document.tokens
                 continue
             blended += outside * match.certainty
             worth += outside * match.certainty * match.weight
             coming += outside * match.is_coming
-            documents += match.is_there
+            documents += match.is_stored
             if match.is_assumed:
                 assumed += max(0.0, min(outside, document.stop - sent))
         if blended < candidate.blend_min_tokens:
