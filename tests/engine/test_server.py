@@ -248,7 +248,7 @@ def test_the_program_with_langchain_reuses_what_was_learned(server):
     words = "examples/langchain_lmc.py", documents, "who is the owner of horse ?", "http://localhost:8000"
     answer, usage = server.execute("python", *words).splitlines()[-2:]
     assert answer
-    cached, whole = re.fullmatch(r"(\d+) of (\d+) tokens of the prompt came from the cache", usage).groups()
+    cached, whole = re.fullmatch(r"(\d+) of (\d+) prompt tokens came from the cache", usage).groups()
     assert int(cached) > 0.9 * int(whole)
     assert (server.counters() - before)["documents_known"] == 6
 
