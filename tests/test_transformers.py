@@ -300,7 +300,7 @@ def test_odd_prompts_are_answered_as_full_prefill_would(cached: CachedModel, ids
     ("values", "message"),
     [
         ({"strategy": "qeury"}, "use one of"),
-        ({"strategy": "query", "ratio": 7.0}, "a number from 0 to 1"),
+        ({"strategy": "query", "ratio": 7.0}, "use a number from 0 to 1"),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused(values: dict, message: str) -> None:
