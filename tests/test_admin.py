@@ -292,7 +292,7 @@ def test_the_endpoint_answers_what_the_commands_ask(served, tmp_path):
     wrong = '{"prompt": "w1", "kv_transfer_params": "x"}', "kv_transfer_params must be an object"
     for text, said in (
         ("", "is empty"),
-        ('{"messages": [', "is no JSON"),
+        ('{"messages": [', "is not valid JSON"),
         ("7", "is neither a request nor a text"),
         wrong,
     ):

@@ -496,7 +496,7 @@ def test_documents_without_text_are_named(tmp_path: Path, content: bytes) -> Non
     [
         (["--documents", "nowhere"], "nowhere has no .txt or .md files with text"),
         (["--questions", "nowhere.json"], "cannot read nowhere.json"),
-        (["--questions", str(SMALL / "documents" / "inn-01.txt")], "is no JSON"),
+        (["--questions", str(SMALL / "documents" / "inn-01.txt")], "is not valid JSON"),
         (["--model", "/nowhere/at/all"], "the directory does not exist"),
         (["--json", "/proc/nowhere.json"], "cannot write /proc/nowhere.json"),
         (["--model", "nowhere/at-all"], "cannot load a causal language model from nowhere/at-all"),

@@ -405,7 +405,7 @@ def test_what_the_server_has_lost_is_learned_again(server: Any, tmp_path: Path) 
     del server.answers["/metrics"]
     address = f"/v1/documents?limit={1 << 30}"
     server.answers[address] = 200, {"documents": [{"id": "0a", "places": ["host"]}]}
-    assert "not asked" not in lmc(*words)[1]
+    assert "could not check" not in lmc(*words)[1]
     for gone in ([], [{"id": "0a", "places": []}]):
         server.answers[address] = 200, {"documents": gone}
         assert "1 document learned" in lmc(*words)[1]

@@ -397,7 +397,7 @@ def test_an_endpoint_without_lmc_is_an_error():
 
 
 def test_an_interval_of_nothing_is_an_error():
-    with pytest.raises(InputError, match="more than 0"):
+    with pytest.raises(InputError, match="use a number above 0"):
         top("http://127.0.0.1:1/metrics", 0.0, False)
 
 
