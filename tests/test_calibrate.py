@@ -126,7 +126,7 @@ def test_the_table_has_full_prefill_blind_reuse_and_every_ratio() -> None:
     columns, rows = table(measured({BLIND: 0.5, 0.05: 0.75}))
     assert [row[0] for row in rows] == ["full prefill", "blind reuse", *(f"blend {ratio:g}" for ratio in RATIOS)]
     assert dict(zip(columns, rows[2], strict=True)) == {
-        "way": "blend 0.05",
+        "mode": "blend 0.05",
         "TTFT ms": "500",
         "speed-up": "2.0",
         "same tokens": "75.0%",

@@ -273,7 +273,7 @@ def test_clear_removes_exactly_the_records_of_one_namespace(tmp_path: Path) -> N
     ("words", "message"),
     [
         (["--namespace", "a1"], f"2 namespaces start with a1: {ONE.hex()}, {NEAR.hex()}; use more digits"),
-        (["--namespace", "c3"], "no namespace starts with c3: there are a1a1a1a1a1a1, a1ffa1ffa1ff, b2b2b2b2b2b2"),
+        (["--namespace", "c3"], "no namespace starts with c3: use one of a1a1a1a1a1a1, a1ffa1ffa1ff, b2b2b2b2b2b2"),
         (["--namespace", ""], "use first hex digits"),
         (["--namespace", "../x"], "use first hex digits"),
         ([], "set the records to remove: --namespace DIGITS, or --all"),
@@ -392,7 +392,7 @@ def test_a_remote_that_does_not_answer_is_not_an_empty_one(unset: pytest.MonkeyP
     unset.setenv("LMC_REMOTE_URL", "redis://cache")
     code, _, err = lmc("stat")
     assert code == 2
-    assert "Redis at cache:6379 does not answer" in err
+    assert "Redis at cache:6379 does not respond" in err
 
 
 def run_demo(home: Path, *words: str | Path) -> tuple[int, str, str]:

@@ -99,8 +99,8 @@ WRONG = {
     "the same engine twice": (("--static-backends", "http://a,http://a/v1/"), "http://a twice"),
     "a URL with a blank": (("--static-backends", "http://a b:8000"), "is not the URL of an engine"),
     "an option that is no YAML": (("--static-backends", "http://a", "--option", "stay={"), "a number or a word"),
-    "an option of the wrong kind": (("--static-backends", "http://a", "--option", "stay=long"), "has to be a number"),
-    "an option that is no text": (("--static-backends", "http://a", "--option", "surcharge=[1]"), "has to be a number"),
+    "an option of the wrong kind": (("--static-backends", "http://a", "--option", "stay=long"), "use a number"),
+    "an option that is no text": (("--static-backends", "http://a", "--option", "surcharge=[1]"), "use a number"),
     "an option for programs": (
         ("--static-backends", "http://a", "--policy", "precise", "--kv-events-port", "1", "--option", "clock=1"),
         "no option clock; its options are expected_secs, max_expected",
@@ -297,7 +297,7 @@ def test_an_error_names_the_source_of_an_option(tmp_path):
 def test_unknown_options_of_a_file_are_named(tmp_path):
     file = tmp_path / "router.yaml"
     file.write_text("polcy: documents\n")
-    assert "unknown: polcy" in refused("--config", str(file))
+    assert "unknown options polcy" in refused("--config", str(file))
     file.write_text("[1, 2]")
     assert "it must be a mapping such as 'policy: documents'" in refused("--config", str(file))
 

@@ -166,7 +166,7 @@ def test_a_blended_cache_is_never_stored_as_exact(cached: CachedModel) -> None:
         cached.learn(document)
     ids = prompt(0, 1)
     done = cached.prefill(ids)
-    with pytest.raises(InputError, match="blended"):
+    with pytest.raises(InputError, match="approximate"):
         cached.keep(ids, done.cache)
     assert stored_prefix(cached, ids) == len(SYSTEM)  # what comes before all documents, and nothing else
 
