@@ -220,7 +220,7 @@ def main() -> None:
         "failed": stats.failed,
         "no_room": stats.no_room,
     }
-    print(f"{counts}, wrong answers {wrong}, pins left {leaked}, ledgers right")
+    print(f"{counts}, wrong answers {wrong}, pins left {leaked}, bookkeeping right")
     assert not wrong
     assert not leaked
     line = {

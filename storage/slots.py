@@ -1,7 +1,7 @@
 """The slots of one memory: allocate a slot, make its chunk visible, hold it, free it, evict its chunk.
 
-Start here to see how the store manages memory. The store's lock (`state.py`) guards a pool. Nothing here moves bytes
-or blocks. A slot is in one of these states:
+Start here to see how the store manages memory. The store's lock (`state.py`) guards a pool. No method moves bytes or
+waits. A slot is in one of these states:
 
     empty        it has no chunk, and is allocated next
     filling      it was allocated, and a caller or a load fills it
@@ -17,8 +17,9 @@ Then a slot can also be
     quarantined  processes of an earlier server may still write to it
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Protocol
 
 from lmc.keys import ChunkKey, RecordKind
@@ -326,20 +327,20 @@ class SlotPool:
             "evictable": set(self._order),
             "held or being filled": {Slot(slot) for slot, holders in enumerate(self._holders) if holders > 0},
         }
-        for slot in map(Slot, range(self.slots)):
+        times = Counter(chain.from_iterable(states.values()))
+        for slot in (slot for slot in map(Slot, range(self.slots)) if times[slot] != 1):
             found = [state for state, slots in states.items() if slot in slots]
-            if len(found) != 1:
-                yield f"slot {slot} is {' and '.join(found) or 'in no state'}"
-            key, meta = None, self.metas[slot]
-            if meta is not None and slot not in self._slots_of.get(meta.key, ()):
-                yield f"slot {slot} has the chunk {meta.key.hex()}, but lookups do not find it there"
-            if meta is not None and found not in (["evictable"], ["held or being filled"]):
-                yield f"slot {slot} has the chunk {meta.key.hex()}, although it is {' and '.join(found)}"
+            yield f"slot {slot} is {' and '.join(found) or 'in no state'}"
+        chunks = {Slot(slot) for slot, meta in enumerate(self.metas) if meta is not None}
+        for slot in chunks - states["evictable"] - states["held or being filled"]:
+            yield f"slot {slot} has the chunk {self._chunk(slot).key.hex()}, but is neither held nor evictable"
+        for slot in chunks - set(chain.from_iterable(self._slots_of.values())):
+            yield f"slot {slot} has the chunk {self._chunk(slot).key.hex()}, but lookups do not find it"
         for name, slots in ("empty", self._empty), ("unassigned", self._unassigned):
             if len(set(slots)) < len(slots):
                 yield f"slots are {name} twice"
         for key, slots in self._slots_of.items():
             for slot in slots:
-                if (meta := self.metas[slot]) is None or meta.key != key:
+                if not self.has(slot, key):
                     yield f"lookups find the chunk {key.hex()} in slot {slot}, which has another one or none"
         yield from self._order.faults(lambda slot: self._holders[slot] > 0)

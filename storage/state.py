@@ -380,7 +380,7 @@ class StoreState:
             readers = Counter(load for load in self._leases.values() if load is not None)
             loads = {*readers, *self._loads.values()}
             found += [
-                f"the load of {load.key.hex()} has {readers[load]} readers, counted as {load.readers}"
+                f"the load of {load.key.hex()}: readers {readers[load]}, counted as {load.readers}"
                 for load in loads
                 if load.readers != readers[load]
             ]
@@ -392,7 +392,7 @@ class StoreState:
             pins = sum(load is None or load.state is PinState.READY for load in self._leases.values())
             holders = pins + sum(load.state is not PinState.READY for load in loads) + self.queues.length
             if (held := sum(pool.holders for pool in self.pools.values())) < holders:
-                found.append(f"pins, loads, copies and writes hold {holders} slots, counted as {held}")
+                found.append(f"pins, loads, copies and writes hold slots {holders} times, counted as {held}")
         return [*found, *self.queues.faults()]
 
     # -- inside, with the lock held ----------------------------------------------------------------------------------

@@ -325,7 +325,7 @@ class Store(ChunkStore):
     def check_integrity(self) -> list[str]:
         """Return a sentence for each inconsistency of the bookkeeping, in memory and in local tiers.
 
-        No bytes of chunks are read. The store's lock is held meanwhile, about a millisecond for a thousand slots.
+        No bytes of chunks are read. The store's lock is held meanwhile, a few milliseconds for a thousand slots.
         """
         of_tiers = [f"{tier.name}: {fault}" for tier in self._local for fault in tier.faults()]
         return [*self._state.faults(), *of_tiers]

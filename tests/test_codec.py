@@ -23,7 +23,7 @@ from storage_fakes import (
     stored,
     writing,
 )
-from tier_contract import TierContract, read, write
+from tier_contract import LocalContract, read, write
 from tier_wrappers import Counted
 
 from lmc.errors import ChunkLost, ConfigError, CorruptRecord
@@ -42,7 +42,7 @@ DTYPES = {torch.bfloat16: 2, torch.float16: 2, torch.float32: 4, torch.uint8: 1}
 REPEATS = 4
 
 
-class OverDict(TierContract):
+class OverDict(LocalContract):
     def raw_read(self, tier, key):
         record = tier.inner.records.get(key)
         return None if record is None else bytes(record)

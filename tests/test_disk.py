@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from amount import some
 from storage_fakes import PART_BYTES, PARTS, RECORD_BYTES, content, key_of, memory, meta_of, raw_record, stored
-from tier_contract import TierContract, read, write
+from tier_contract import LocalContract, read, write
 
 from lmc.errors import CorruptRecord, TierUnusable
 from lmc.keys import ChunkKey
@@ -57,7 +57,7 @@ def tier(tmp_path):
     tier.close()
 
 
-class TestDiskTier(TierContract):
+class TestDiskTier(LocalContract):
     @pytest.fixture
     def tier(self, tmp_path):
         tier = DiskTier(tmp_path / "tier", ROOM)

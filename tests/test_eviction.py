@@ -28,13 +28,13 @@ DOCUMENTS = [key_of(f"document {i}") for i in range(12)]
     ),
 )
 def test_the_order_is_that_of_a_list_that_is_searched(share, steps):
-    order, model = EvictionOrder(share), []  # entries with their standing, used longest ago first
-    for step, entry, standing in steps:
+    order, model = EvictionOrder(share), []  # entries with their eviction_class, used longest ago first
+    for step, entry, eviction_class in steps:
         there = next((item for item in model if item[0] == entry), None)
         if step == "add" and there is None:
-            order.insert(entry, standing)
+            order.insert(entry, eviction_class)
             order.release(entry)
-            model.append((entry, standing))
+            model.append((entry, eviction_class))
         elif step == "touch" and there:
             order.touch(entry)
             model.remove(there)
@@ -50,8 +50,8 @@ def test_the_order_is_that_of_a_list_that_is_searched(share, steps):
 
 
 def first_of(model, share):
-    pinned = sum(standing is PINNED for _, standing in model)
-    documents = pinned + sum(standing is DOCUMENT for _, standing in model)
+    pinned = sum(eviction_class is PINNED for _, eviction_class in model)
+    documents = pinned + sum(eviction_class is DOCUMENT for _, eviction_class in model)
     allowed = {OTHER} | ({DOCUMENT} if documents > share else set()) | ({PINNED} if pinned > share else set())
     may = [item for item in model if item[1] in allowed]
     return next(iter(may), None) or next((item for item in model if item[1] is DOCUMENT), None)

@@ -539,3 +539,32 @@ def test_the_capacity_of_an_engine_that_does_not_blend_is_that_of_exact_chunks(t
         blends = engine.capacity()
         engine.geometry = replace(engine.geometry, token_bytes=0)  # Pages of which tokens cannot be read.
         assert engine.capacity() == blends
+
+
+# -- integrity -------------------------------------------------------------------------------------------------------
+
+
+def test_a_store_that_is_checked_regularly_has_its_faults_logged(monkeypatch, caplog):
+    for name in ("EXPIRY_SECONDS", "RESTORE_SECONDS"):
+        monkeypatch.setattr(keeper, name, 0.001)
+    monkeypatch.setenv("LMC_CHECK_INTEGRITY", "true")
+    with closing(engine_of()) as engine:
+        pool = engine.store._state.host
+        pool._holders[0] = 1
+        while not caplog.records:
+            time.sleep(0.001)
+        pool._holders[0] = 0
+    assert caplog.records[0].levelname == "ERROR"
+    assert caplog.records[0].message.endswith("host: slot 0 is empty and held or being filled")
+
+
+@pytest.mark.parametrize("value", ["", "false", None])
+def test_a_store_is_not_checked_unless_that_is_requested(value, monkeypatch, caplog):
+    if value is not None:
+        monkeypatch.setenv("LMC_CHECK_INTEGRITY", value)
+    with closing(engine_of()) as engine:
+        engine.store._state.host._holders[0] = 1
+        engine.keeper.check_integrity()
+        engine.store._state.host._holders[0] = 0
+        assert engine.keeper._thread is None
+    assert caplog.records == []

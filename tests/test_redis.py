@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from redis_servers import RedisCluster, RedisServer
 from storage_fakes import key_of, memory, meta_of, stored
-from tier_contract import K0, K1, K2, TierContract, read, write
+from tier_contract import K0, K1, K2, ListedContract, read, write
 
 from lmc.config.redis_url import parse_redis_url
 from lmc.errors import CorruptRecord, TierUnusable
@@ -20,7 +20,7 @@ from lmc.storage.tiers.tier import Written
 pytest_plugins = ["redis_servers"]
 
 
-class TestRedisTier(TierContract):
+class TestRedisTier(ListedContract):
     """Over TCP."""
 
     @pytest.fixture

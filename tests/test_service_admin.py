@@ -151,11 +151,12 @@ def test_a_command_that_asks_a_running_server_does_not_wait_for_torch(service, t
     commands = {
         ("stat", "--server", str(service.server.path)): "connection",
         ("stat", "--json", "--server", str(service.server.path)): '"arenas"',
+        ("check", "--server", str(service.server.path)): "0 faults",
         ("top", "--once", service.url): "hits",
         ("documents", "list", "--url", service.url): "1 of 1 document",
         ("documents", "pin", "a.txt", "--url", service.url): "pinned",
-        ("documents", "remove", "a.txt", "--url", service.url): "is removed",
-        ("explain", str(tmp_path / "prompt.txt"), "--url", service.url): "start one with an LMC_ADMIN of its own",
+        ("documents", "remove", "a.txt", "--url", service.url): "removed ",
+        ("explain", str(tmp_path / "prompt.txt"), "--url", service.url): "start an engine with LMC_ADMIN=",
     }
     done = subprocess.run(
         [sys.executable, "-c", RUN_WITHOUT_TORCH],
@@ -164,6 +165,24 @@ def test_a_command_that_asks_a_running_server_does_not_wait_for_torch(service, t
     )  # fmt: skip
     for said, (words, wanted) in zip(json.loads(done.stdout), commands.items(), strict=True):
         assert wanted in said, words
+
+
+def test_a_check_of_a_running_server_reports_faults_of_its_bookkeeping(service):
+    store = service.engine().store
+    assert lmc("check", "--server", service.server.path, "--json")[:2] == (0, "[]\n")
+    (arena,) = service.server.arenas.all()
+    arena.store._state.host._holders[3] += 1
+    code, out, _ = lmc("check", "--server", service.server.path)
+    assert code == 1
+    assert "slot 3 is unassigned and held or being filled" in " ".join(out.split())
+    arena.store._state.host._holders[3] -= 1
+    assert lmc("check", "--server", service.server.path)[0] == 0
+    assert store.held() == 0, "the client goes on"
+
+
+def test_a_server_is_only_checked_and_not_mended(service):
+    code, _, err = lmc("check", "--server", service.server.path, "--fix")
+    assert (code, "without --fix" in err) == (2, True)
 
 
 # -- documents ---------------------------------------------------------------------------------------------------------

@@ -216,6 +216,39 @@ def filled(*keys: ChunkKey) -> SlotPool:
     return pool
 
 
+FAULTS = {
+    "slot 0 is empty and held or being filled": lambda pool: pool._empty.append(0),
+    "slot 3 is in no state": lambda pool: pool._empty.clear(),
+    "slot 2 is evictable and held or being filled": lambda pool: pool._holders.__setitem__(2, 1),
+    "slots are empty twice": lambda pool: pool._empty.append(3),
+    "but lookups do not find it": lambda pool: pool._slots_of.pop(B),
+    "in slot 1, which has another one or none": lambda pool: pool.metas.__setitem__(1, None),
+    "slot 1 is not where it belongs in the queues": lambda pool: pool._order.hold(1),
+    "slot 3 is evictable, but not an entry": lambda pool: pool._order._queues[0].update({3: 99}),
+    "take [3.0, 0.0, 0.0], counted as [4.0, 0.0, 0.0]": lambda pool: pool._order._taken.__setitem__(0, 4.0),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_bookkeeping_is_reported(fault):
+    pool = pool_of(4)
+    for key in (A, B, C):
+        slot = pool.allocate()
+        commit(pool, slot, key)
+        pool.free([slot])
+    pool.hold(0)
+    assert list(pool.faults()) == []
+    FAULTS[fault](pool)
+    assert any(fault in found for found in pool.faults()), list(pool.faults())
+
+
+def test_a_slot_whose_chunk_was_dropped_is_allocated_before_another_chunk_is_evicted():
+    pool = filled(A, B, C)
+    pool.drop(B)
+    assert pool.allocate() == 1
+    assert pool.evictions == 0
+
+
 class PoolAgainstLists(RuleBasedStateMachine):
     """The pool beside a model made of a list of free slots and two dicts."""
 

@@ -29,7 +29,7 @@ from storage_fakes import (
     stored,
     writing,
 )
-from tier_contract import TierContract, read
+from tier_contract import LocalContract, read
 from tier_wrappers import Counted, Delayed, Faulty
 
 from lmc.errors import ChunkLost, CorruptRecord
@@ -44,7 +44,7 @@ from lmc.storage.writer import WRITERS
 K0, K1, K2, K3, K4, K5 = map(key_of, range(6))
 
 
-class TestDictTier(TierContract):
+class TestDictTier(LocalContract):
     @pytest.fixture
     def tier(self):
         return DictTier()
@@ -104,7 +104,7 @@ def part_by_part(monkeypatch):
 
 @pytest.fixture
 def make():
-    """Makes stores; at the end of the test nothing may be held, and every ledger must be right."""
+    """Makes stores; at the end of the test nothing may be held, and the bookkeeping must be right."""
     made = []
 
     def make_store(*tiers, slots=4, device=0, shared=False, **options):
@@ -1253,3 +1253,45 @@ def test_a_chunk_that_is_forgotten_while_it_is_spread_is_not_written_again(make)
     assert len(jobs) == 2, "a write, and before it the deletion"
     assert tier.contains([K0]) == [False]
     assert store.held() == 0
+
+
+# -- integrity -------------------------------------------------------------------------------------------------------
+
+
+def test_a_load_whose_readers_are_counted_wrongly_is_reported(make):
+    gate = Gated(fill(DictTier(), K0))
+    store = make(gate)
+    pins = store.pin([K0])
+    (load,) = store._state._loads.values()
+    load.readers = 2
+    assert store.check_integrity() == [f"the load of {K0.hex()}: readers 1, counted as 2"]
+    load.readers = 1
+    gate.open_all()
+    store.release(pins)
+
+
+def test_a_pin_without_a_held_slot_is_reported(make):
+    store = make()
+    store._state._leases[99] = None
+    assert store.check_integrity() == ["pins, loads, copies and writes hold slots 1 times, counted as 0"]
+    del store._state._leases[99]
+
+
+def test_a_write_queue_that_is_counted_wrongly_is_reported(make, tier):
+    store = make(tier)
+    store._state.queues._waiting[tier.name] = -1
+    assert store.check_integrity() == ["-1 chunks wait for tier dict; the limit is 2"]
+    del store._state.queues._waiting[tier.name]
+
+
+def test_a_disk_index_that_differs_from_the_order_of_eviction_is_reported(make, tmp_path):
+    disk = DiskTier(tmp_path, 1 << 20)
+    store = make(disk)
+    put(store, K0)
+    store.flush()
+    size = disk._index.pop(K0)
+    assert store.check_integrity() == ["disk: the index and the order of eviction have different records"]
+    disk._index[K0] = 1 << 30
+    (fault,) = store.check_integrity()
+    assert fault == f"disk: the records take {1 << 30} bytes, counted as {size}"
+    disk._index[K0] = size

@@ -165,7 +165,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
         assert self.store.stats().queued == 0
 
     @invariant()
-    def ledgers_are_right(self):
+    def the_bookkeeping_is_right(self):
         assert self.store.check_integrity() == []
         for tier in self.tiers:
             if tier.name == "disk":

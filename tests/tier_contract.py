@@ -1,10 +1,14 @@
-"""What every tier promises. A tier's tests subclass `TierContract` and say how to reach its bytes around it."""
+"""What tiers promise: a class for each protocol in `lmc.storage.tiers.tier`.
+
+A tier's tests subclass one of them, and read and write a record's bytes around the tier.
+"""
 
 import pytest
 from storage_fakes import PART_BYTES, PARTS, content, key_of, memory, meta_of, raw_record, stored
 
 from lmc.errors import CorruptRecord
-from lmc.keys import ChunkKey
+from lmc.keys import ChunkKey, RecordKind
+from lmc.storage.change_log import ChangeLog
 from lmc.storage.tiers.tier import Tier, Written
 
 K0, K1, K2, K3 = map(key_of, range(4))
@@ -29,9 +33,6 @@ class TierContract:
         """Do what has to find out that a record's bytes are missing or too many: open it, where that costs nothing."""
         tier.open(key)
 
-    def tick(self, tier) -> None:
-        """Wait until the tier's clock, by which it orders uses, has moved."""
-
     # -- finding and reading -----------------------------------------------------------------------------------------
 
     def test_missing_is_an_answer(self, tier):
@@ -39,8 +40,6 @@ class TierContract:
         assert tier.contains([]) == []
         assert tier.open(K0) is None
         assert tier.delete(K0) is False
-        assert list(tier.entries()) == []
-        assert tier.check() == []
 
     def test_what_was_written_is_found_and_equal(self, tier):
         write(tier, K0)
@@ -131,16 +130,6 @@ class TierContract:
             reader.close()
         assert bytes(into) == content(K0, 0)
 
-    def test_entries_list_sizes_with_the_least_recently_used_first(self, tier):
-        for key in (K0, K1, K2):
-            write(tier, key)
-            self.tick(tier)
-        read(tier, K0)
-        entries = list(tier.entries())
-        assert [entry.key for entry in entries] == [K1, K2, K0]
-        assert {entry.bytes for entry in entries} == {4096 + PARTS * PART_BYTES}
-        assert [entry.used for entry in entries] == sorted(entry.used for entry in entries)
-
     # -- records that are not what was written -----------------------------------------------------------------------
 
     @pytest.mark.parametrize("at", [0, 9, 600, 4095], ids=["length", "json", "metadata", "padding"])
@@ -198,6 +187,39 @@ class TierContract:
         self.assert_gone(tier, K0)
         assert read(tier, K1) == bytes(stored(meta_of(K1))), "the other key's own record stays"
 
+    # -- what the tests above are made of ----------------------------------------------------------------------------
+
+    def damage(self, tier: Tier, key: ChunkKey, at: int) -> None:
+        blob = bytearray(self.raw_read(tier, key))
+        blob[at] ^= 1
+        self.raw_write(tier, key, bytes(blob))
+
+    def assert_gone(self, tier: Tier, key: ChunkKey) -> None:
+        assert tier.contains([key]) == [False]
+        assert tier.open(key) is None
+        assert self.raw_read(tier, key) is None
+
+
+class ListedContract(TierContract):
+    """What a `ListedTier` promises as well."""
+
+    def tick(self, tier) -> None:
+        """Wait until the tier's clock, by which it orders uses, has moved."""
+
+    def test_a_tier_without_records_lists_none_and_is_right(self, tier):
+        assert list(tier.entries()) == []
+        assert tier.check() == []
+
+    def test_entries_list_sizes_with_the_least_recently_used_first(self, tier):
+        for key in (K0, K1, K2):
+            write(tier, key)
+            self.tick(tier)
+        read(tier, K0)
+        entries = list(tier.entries())
+        assert [entry.key for entry in entries] == [K1, K2, K0]
+        assert {entry.bytes for entry in entries} == {4096 + PARTS * PART_BYTES}
+        assert [entry.used for entry in entries] == sorted(entry.used for entry in entries)
+
     def test_check_reports_exactly_the_wrong_ones_and_changes_nothing(self, tier):
         """A damaged part was deleted by a check that had not been asked to fix anything."""
         self.spoil_two_of_four(tier)
@@ -216,23 +238,64 @@ class TierContract:
         assert read(tier, K0) == bytes(stored(meta_of(K0)))
         assert read(tier, K2) == bytes(stored(meta_of(K2)))
 
-    # -- what the tests above are made of ----------------------------------------------------------------------------
-
-    def damage(self, tier: Tier, key: ChunkKey, at: int) -> None:
-        blob = bytearray(self.raw_read(tier, key))
-        blob[at] ^= 1
-        self.raw_write(tier, key, bytes(blob))
-
     def spoil_two_of_four(self, tier: Tier) -> None:
         for key in (K0, K1, K2, K3):
             write(tier, key)
         self.damage(tier, K1, 4096 + PARTS * PART_BYTES - 1)
         self.damage(tier, K3, 100)
 
-    def assert_gone(self, tier: Tier, key: ChunkKey) -> None:
-        assert tier.contains([key]) == [False]
-        assert tier.open(key) is None
-        assert self.raw_read(tier, key) is None
+
+class LocalContract(ListedContract):
+    """What a `LocalTier` promises as well."""
+
+    def test_records_that_appear_and_leave_are_reported(self, tier):
+        changes = ChangeLog()
+        tier.report_to(changes)
+        write(tier, K0)
+        write(tier, K1)
+        tier.delete(K0)
+        reported = [(change.chunk.key, change.place, change.appeared) for change in changes.since(0)[0]]
+        assert reported == [(K0, tier.name, True), (K1, tier.name, True), (K0, tier.name, False)]
+
+    def test_headers_are_listed_with_the_least_recently_used_first_and_reported(self, tier):
+        for key in (K0, K1):
+            write(tier, key)
+            self.tick(tier)
+        changes = ChangeLog()
+        tier.report_to(changes)
+        assert [meta.key for meta in tier.headers()] == [K0, K1]
+        assert [chunk.key for chunk in changes.present()[1][tier.name]] == [K0, K1]
+
+    def test_reading_headers_is_no_use(self, tier):
+        for key in (K0, K1):
+            write(tier, key)
+            self.tick(tier)
+        for meta in tier.headers():
+            assert meta.kind is RecordKind.PAGES
+        assert [entry.key for entry in tier.entries()] == [K0, K1]
+
+    def test_a_tier_within_its_bound_keeps_everything(self, tier):
+        write(tier, K0)
+        tier.protect([K0, K1], pinned=True)
+        tier.note_use([K0, K1])
+        tier.trim()
+        tier.protect([K0, K1], pinned=False)
+        assert tier.contains([K0, K1]) == [True, False]
+        assert (tier.evictions, tier.document_evictions) == (0, 0)
+
+    def test_the_bookkeeping_agrees_after_every_operation(self, tier):
+        for operation in (
+            lambda: write(tier, K0),
+            lambda: write(tier, K1),
+            lambda: tier.protect([K1, K2], pinned=True),
+            lambda: tier.delete(K0),
+            lambda: write(tier, K2),
+            lambda: tier.protect([K1], pinned=False),
+            lambda: read(tier, K1),
+            lambda: tier.delete(K1),
+        ):
+            operation()
+            assert tier.faults() == []
 
 
 def write(tier: Tier, key: ChunkKey) -> None:

@@ -84,6 +84,7 @@ These belong to a process and are not in the YAML file. `lmc config` shows them 
 |---|---|
 | `LMC_CONFIG_FILE` | Path of the YAML file. |
 | `LMC_LOG_LEVEL` | Level of lmc's log: `DEBUG` (with a line for each request), `INFO`, `WARNING` or `ERROR`. |
+| `LMC_CHECK_INTEGRITY` | `true` [checks the store](operations.md#integrity-of-the-store) once a minute. |
 | `LMC_KERNELS` | Kernels of the blender: `auto`, `triton` or `torch`. |
 """
 

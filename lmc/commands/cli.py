@@ -26,7 +26,7 @@ from lmc.commands.calibrate.command import calibrate
 from lmc.commands.learn.command import learn
 from lmc.commands.learn.size import size
 from lmc.commands.router import router
-from lmc.commands.serve import serve, show_status
+from lmc.commands.serve import faults_of_server, serve, show_status
 from lmc.demo.command import demo
 from lmc.errors import ConfigError, InputError, LmcError
 from lmc.http.address import refusal
@@ -131,9 +131,26 @@ def config(as_json: AsJson = False) -> None:
 def check(
     directory: Directory = None,
     fix: Annotated[bool, typer.Option("--fix", help="remove invalid records; valid records stay")] = False,
+    server: Annotated[
+        Path | None, typer.Option(help="socket of a cache server: check its bookkeeping instead")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Verify every byte of a tier. Exit code 1 if an invalid record remains."""
+    """Verify every byte of a tier, or the bookkeeping of a running cache server.
+
+    Exit code 1 if an invalid record or a fault remains.
+    """
+    if server is not None:
+        if fix or directory is not None:
+            raise InputError("--server checks a running cache server: use it without --fix and without a directory")
+        faults = faults_of_server(server)
+        if as_json:
+            print_json(faults)
+        else:
+            console().print(Text("\n".join([*faults, f"{server}: {counted(len(faults), 'fault')}"])))
+        if faults:
+            raise typer.Exit(1)
+        return
     from lmc.commands.inspect import places
 
     unfixed, results = False, []

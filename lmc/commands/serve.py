@@ -180,6 +180,14 @@ def show_status(path: Path, *, as_json: bool) -> None:
     console().print(table, Text(f"{usage}, {counted(server_status.clients, 'connection')}"))
 
 
+def faults_of_server(path: Path) -> list[str]:
+    """Return the faults in the bookkeeping of a cache server. Raises `TierUnusable` if no server answers."""
+    need_msgspec()
+    from lmc.server.client.connection import check_integrity
+
+    return check_integrity(socket_at(path))
+
+
 def _close(server: "CacheServer") -> None:
     log.info("cache server is writing chunks to the tiers before it stops")
     server.close()

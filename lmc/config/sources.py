@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 CONFIG_FILES = ("LMC_CONFIG_FILE", "LMCACHE_CONFIG_FILE")
 # Environment variables that are not settings; `lmc config` shows them after the settings.
-VARIABLES = ("LMC_CONFIG_FILE", "LMC_KERNELS", "LMC_LOG_LEVEL")
+VARIABLES = ("LMC_CHECK_INTEGRITY", "LMC_CONFIG_FILE", "LMC_KERNELS", "LMC_LOG_LEVEL")
 # All environment variables with a setting's prefix that belong to other parts of lmc, or only to LMCache.
 NO_SETTINGS = (
     *CONFIG_FILES, *VARIABLES, "LMC_ROUTER_*",  # `lmc router` checks these names
@@ -182,6 +182,11 @@ def log_level(default: int) -> int:
 def set_up_log() -> None:
     """Log events of this process to standard error, from the level in `LMC_LOG_LEVEL` on, or else INFO."""
     logging.basicConfig(level=log_level(logging.INFO), format="%(asctime)s %(levelname)s %(message)s")
+
+
+def checks_integrity() -> bool:
+    """Return whether the environment (`LMC_CHECK_INTEGRITY=true`) requests regular checks of the bookkeeping."""
+    return is_on(os.environ.get("LMC_CHECK_INTEGRITY"))
 
 
 def read_overrides(written: Mapping[str, object], names: Collection[str], kind: str = "override") -> Source:

@@ -1,7 +1,8 @@
 """The keeper: pins and time limits of documents.
 
 Pins and time limits are recorded in a file in the disk tier's directory, one JSON line per change, and survive a
-restart. A thread removes expired documents. Once a minute it also restores pinned documents to tiers that lost them.
+restart. A thread removes expired documents. Once a minute it also restores pinned documents to tiers that lost them,
+and checks the integrity of the store if `LMC_CHECK_INTEGRITY` is set.
 """
 
 import json
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from lmc.config.sources import checks_integrity
 from lmc.documents import file as documents_file
 from lmc.documents.known import REMOVED_BY_USER, KnownDocument, KnownDocuments, unpack_tokens
 from lmc.errors import InputError
@@ -23,7 +25,8 @@ from lmc.storage.store import Store
 log = logging.getLogger(__name__)
 
 EXPIRY_SECONDS = 1.0  # interval between two checks for expired documents
-RESTORE_SECONDS = 60.0  # interval between two checks for pinned documents that a tier has lost
+RESTORE_SECONDS = 60.0  # interval between two checks for pinned documents that a tier has lost, and of integrity
+MAX_LOGGED_FAULTS = 10
 RESTORED_CHUNKS = 8  # chunks per request to a tier
 
 
@@ -115,6 +118,8 @@ class Keeper(DocumentKeeper):
         self._file = threading.Lock()  # guards the file, which must agree with `_kept`; acquired before the mutex
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+        self._checks_integrity = checks_integrity()
+        self._start()
 
     @property
     def pinned_chunks(self) -> int:
@@ -223,6 +228,15 @@ class Keeper(DocumentKeeper):
             if timed_out:
                 log.warning("a tier timed out: pinned documents will be restored when it responds")
                 return
+
+    def check_integrity(self) -> None:
+        """Check the bookkeeping of the store, and log its faults, if the environment requests this."""
+        if self._checks_integrity and (faults := self._store.check_integrity()):
+            log.error(
+                "the store's bookkeeping has %d faults; restart the process and report them:\n%s",
+                len(faults),
+                "\n".join(faults[:MAX_LOGGED_FAULTS]),
+            )
 
     def renamed(self, documents: Sequence[KnownDocument]) -> None:
         """Record the new names of those documents that are pinned or have a time limit."""
@@ -338,7 +352,7 @@ class Keeper(DocumentKeeper):
 
     def _start(self) -> None:
         with self._mutex:
-            if self._thread is None and self._kept and not self._ended.is_set():
+            if self._thread is None and (self._kept or self._checks_integrity) and not self._ended.is_set():
                 arguments = weakref.ref(self), self._ended
                 self._thread = threading.Thread(target=_check_documents, args=arguments, name="lmc-keeper", daemon=True)
                 self._thread.start()
@@ -356,6 +370,7 @@ def _check_documents(reference: "weakref.ref[Keeper]", ended: threading.Event) -
             since += EXPIRY_SECONDS
             if since >= RESTORE_SECONDS:
                 since = 0.0
+                keeper.check_integrity()
                 keeper.restore()
         except Exception:
             log.exception("lmc: the check of pinned documents failed unexpectedly and will be retried")

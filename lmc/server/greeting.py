@@ -23,6 +23,10 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     """The second frame of a caller that only requests the server's status."""
 
 
+class CheckIntegrity(msgspec.Struct, frozen=True, tag=True):
+    """The second frame of a caller that only requests a check of the server's bookkeeping."""
+
+
 class Retire(msgspec.Struct, frozen=True, tag=True):
     """The second frame of another server that takes over. Its form never changes, like that of `Hello`."""
 
@@ -46,4 +50,4 @@ class ServerStatus(msgspec.Struct, frozen=True):
     arenas: list[ArenaStatus]
 
 
-Opening = Sizes | Status | Retire
+Opening = Sizes | Status | CheckIntegrity | Retire

@@ -23,7 +23,7 @@ from lmc.errors import LmcError
 from lmc.server import messages as m
 from lmc.server.arenas import Arenas
 from lmc.server.channel import ERROR, OK, BrokenProtocol, Channel, decoded
-from lmc.server.greeting import PROTOCOL, ArenaStatus, Hello, Opening, Retire, ServerStatus, Status
+from lmc.server.greeting import PROTOCOL, ArenaStatus, CheckIntegrity, Hello, Opening, Retire, ServerStatus, Status
 from lmc.server.lease import Lease
 from lmc.server.lifelines import Lifelines
 from lmc.server.own_files import OwnFiles
@@ -40,7 +40,7 @@ ACCEPT_PAUSE_SECONDS = 0.1  # after a connection that could not be accepted
 
 _request: msgspec.msgpack.Decoder[m.Request] = msgspec.msgpack.Decoder(m.AnyRequest)
 _hello: msgspec.msgpack.Decoder[Hello] = msgspec.msgpack.Decoder(Hello)
-_opening: msgspec.msgpack.Decoder[Sizes | Status | Retire] = msgspec.msgpack.Decoder(Opening)
+_opening: msgspec.msgpack.Decoder[Sizes | Status | CheckIntegrity | Retire] = msgspec.msgpack.Decoder(Opening)
 _encode = msgspec.msgpack.Encoder().encode
 
 complain = TierGuard().complain  # logs each kind of problem at most once a minute
@@ -188,6 +188,14 @@ class CacheServer:
         ]
         return ServerStatus(__version__, budget.size, self.clients, arenas)
 
+    def check_integrity(self) -> list[str]:
+        """Return a sentence for each inconsistency of the bookkeeping of all arenas."""
+        return [
+            f"chunks of {arena.sizes.shares.parts} x {arena.sizes.part_bytes} bytes: {fault}"
+            for arena in self.arenas.all()
+            for fault in arena.store.check_integrity()
+        ]
+
     def ended(self, session: "Session") -> None:
         """Forget the session of a client."""
         with self._lock:
@@ -225,6 +233,9 @@ class Session:
                 return
             if isinstance(opening, Status):
                 self._channel.send(OK + _encode(self._server.status()))
+                return
+            if isinstance(opening, CheckIntegrity):
+                self._channel.send(OK + _encode(self._server.check_integrity()))
                 return
             lease = self._attach(opening)
             while (frame := self._channel.receive()) is not None:
@@ -300,7 +311,7 @@ class Session:
         self._channel.send(_encode(Hello(PROTOCOL, __version__, refused)))
         return refused
 
-    def _opening(self, refused: str) -> Sizes | Status | Retire:
+    def _opening(self, refused: str) -> Sizes | Status | CheckIntegrity | Retire:
         """Return the purpose of the connection.
 
         With another version, a server may take over, but clients may not attach.

@@ -14,18 +14,20 @@ import msgspec
 from lmc import __version__
 from lmc.errors import ConfigError, StorageError, TierUnusable
 from lmc.server.channel import MAX_RESPONSE_BYTES, OK, BrokenProtocol, Channel, decoded
-from lmc.server.greeting import PROTOCOL, Hello, Retire, ServerStatus, Status
+from lmc.server.greeting import PROTOCOL, CheckIntegrity, Hello, Retire, ServerStatus, Status
 from lmc.server.sizes import Sizes
 
 if TYPE_CHECKING:  # This module imports torch.
     from lmc.server.messages import Request
 
 STATUS_SECONDS = 10.0  # timeout of the command line's requests
+CHECK_SECONDS = 120.0  # timeout of the check of a server's bookkeeping
 T = TypeVar("T")
 
 _encode = msgspec.msgpack.Encoder().encode
 _hello: msgspec.msgpack.Decoder[Hello] = msgspec.msgpack.Decoder(Hello)
 _nothing: msgspec.msgpack.Decoder[None] = msgspec.msgpack.Decoder(None)
+_faults: msgspec.msgpack.Decoder[list[str]] = msgspec.msgpack.Decoder(list[str])
 _status: msgspec.msgpack.Decoder[ServerStatus] = msgspec.msgpack.Decoder(ServerStatus)
 
 
@@ -42,6 +44,12 @@ def status(path: Path) -> ServerStatus:
     """Return the status of the server at a path; raise the errors of `ServerConnection`."""
     with closing(ServerConnection(path, STATUS_SECONDS)) as connection:
         return connection.open(Status(), _status)
+
+
+def check_integrity(path: Path) -> list[str]:
+    """Return the faults in the bookkeeping of the server at a path; raise the errors of `ServerConnection`."""
+    with closing(ServerConnection(path, CHECK_SECONDS)) as connection:
+        return connection.open(CheckIntegrity(), _faults)
 
 
 def retire(path: Path, seconds: float) -> None:
@@ -85,7 +93,7 @@ class ServerConnection:
             if refused and not any_version:
                 raise ConfigError(refused)
 
-    def open(self, opening: Sizes | Status | Retire, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    def open(self, opening: Sizes | Status | CheckIntegrity | Retire, decoder: msgspec.msgpack.Decoder[T]) -> T:
         """Send the purpose of the connection, and return the response.
 
         Raises `TierUnusable`, or `StorageError` if the server refuses.
