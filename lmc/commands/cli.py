@@ -131,9 +131,7 @@ def config(as_json: AsJson = False) -> None:
 def check(
     directory: Directory = None,
     fix: Annotated[bool, typer.Option("--fix", help="remove invalid records; valid records stay")] = False,
-    server: Annotated[
-        Path | None, typer.Option(help="socket of a cache server: check its bookkeeping instead")
-    ] = None,
+    server: Annotated[Path | None, typer.Option(help="socket of a cache server: check its bookkeeping instead")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Verify every byte of a tier, or the bookkeeping of a running cache server.
