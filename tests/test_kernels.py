@@ -15,6 +15,14 @@ from lmc.blend.kernels.choice import TORCH, kernels_of
 from lmc.errors import ConfigError
 
 BENCH = TESTS.parent / "bench"
+# `conftest.py` of the kernels' tests makes the interpreter faster.
+SMOKE = """
+import runpy, sys
+sys.path.insert(0, sys.argv[1])
+import conftest
+sys.argv = ["gpu_accept.py", "--smoke"]
+runpy.run_path("gpu_accept.py", run_name="__main__")
+"""
 without_vllm = pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
 
 
@@ -26,7 +34,7 @@ def test_they_give_what_those_in_torch_give() -> None:
 @without_vllm
 def test_the_checks_for_a_gpu_run() -> None:
     pytest.importorskip("triton")
-    said = run_apart("gpu_accept.py", "--smoke", folder=BENCH).splitlines()
+    said = run_apart("-c", SMOKE, str(TESTS / "kernels"), folder=BENCH).splitlines()
     found = json.loads(said[-1])
     assert (found["tiers"], found["short"]) == (["A"], [])
     assert any(line.startswith("Tier B was left out, because vLLM is not installed") for line in said)
