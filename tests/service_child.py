@@ -3,15 +3,27 @@
 `pin KEY` and `begin KEY` do so and answer what came of it; `address` answers where the slab is.
 """
 
+import os
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from service_fakes import SIZES
-from storage_fakes import key_of, meta_of
+from service_fakes import SIZES, put
+from storage_fakes import expected, get, key_of, meta_of
 
 from lmc.server.client.remote_store import RemoteStore
 from lmc.storage.memory.slab import Slab, SlabAddress
+
+
+def attach_as_a_member(path: Path, group: int) -> None:
+    """Store and read a chunk as another user, who is in a group and has no other rights."""
+    os.setgroups([group])
+    os.setgid(65534)
+    os.setuid(65534)
+    store = RemoteStore(path, SIZES, deadline=10.0)
+    assert put(store, key_of(0))
+    assert get(store, key_of(0)) == expected(key_of(0))
+    Slab.attach(store.slab.address)  # as a worker does
 
 
 def worker(address: SlabAddress, slot: int, told: Connection) -> None:

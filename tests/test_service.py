@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+import service_child
 import torch
 from amount import some
 from forked import Forked
@@ -571,7 +572,7 @@ def test_a_client_goes_on_without_the_server_and_attaches_again_when_it_holds_no
 
 
 def test_a_server_that_hangs_is_left_within_the_deadline(server, attach, monkeypatch):
-    store = attach(deadline=2.0)
+    store = attach(deadline=1.0)
     put(store, K0)
     hangs = threading.Event()
     monkeypatch.setattr(arena_of(server).store, "lookup", lambda *_, **__: hangs.wait(60))
@@ -1065,16 +1066,6 @@ except OSError:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
-def attach_as_a_member(path, group):
-    os.setgroups([group])
-    os.setgid(65534)
-    os.setuid(65534)
-    store = attached(SimpleNamespace(path=path))
-    assert put(store, K0)
-    assert get(store, K0) == expected(K0)
-    Slab.attach(store.slab.address)  # as a worker does
-
-
 def test_members_of_the_group_may_attach(tmp_path):
     """Also those for whom it is not the primary group; and their processes can map the memory."""
     group, made = 54321, CacheServer(Settings(max_local_cpu_size=0.01), tmp_path / "lmc.sock", group=54321, tiers=[])
@@ -1083,6 +1074,6 @@ def test_members_of_the_group_may_attach(tmp_path):
         if folder.stat().st_mode & 0o5 != 0o5:
             folder.chmod(folder.stat().st_mode | 0o5)
     try:
-        assert Forked(attach_as_a_member, made.path, group).wait() == 0
+        assert Forked(service_child.attach_as_a_member, made.path, group).wait() == 0
     finally:
         made.close()
