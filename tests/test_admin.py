@@ -8,7 +8,8 @@ import re
 import socket
 import threading
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,7 +29,6 @@ from lmc.http import server as http_server
 from lmc.http.client import HttpClient, Refused, Unreachable, engine_client
 from lmc.keys import RecordKind
 
-OTHER_TENANT = "it was learned under another cache_salt, or without one, and tenants share nothing"
 BLANK = 70  # a token of white space; all others are words
 
 
@@ -235,22 +235,30 @@ def document_namespace(lab: Lab):
 # -- the endpoint -----------------------------------------------------------------------------------------------------
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@contextmanager
+def endpoint(found: Administration, token: str = "") -> Iterator[str]:
+    """The address at which an engine can be asked."""
+    address = f"127.0.0.1:{free_port()}"
+    stop = serve(found, address, token)
+    try:
+        yield address
+    finally:
+        stop()
+
+
 @pytest.fixture
 def served(make):
     lab = make(settings=ALWAYS)
     learn(lab, DOC_A, DOC_B)
     lab.serve("cmpl-7-0-1a2b3c4d", prompt(DOC_A, DOC_B))
-    port = free_port()
-    stop = serve(administration(lab), f"127.0.0.1:{port}", "")
-    lab.url = f"127.0.0.1:{port}"
-    yield lab
-    stop()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    with endpoint(administration(lab)) as lab.url:
+        yield lab
 
 
 def test_the_endpoint_answers_what_the_commands_ask(served, tmp_path):
@@ -381,10 +389,8 @@ def test_documents_have_names_and_are_pinned_and_limited_in_time_by_them(make):
     found = administration(lab)
     for name, tokens in (("notes/one.txt", DOC_A), ("notes/two.txt", DOC_B)):
         lab.serve(name, tokens, {"learn": True, "name": name})
-    port = free_port()
-    stop = serve(found, f"127.0.0.1:{port}", "")
-    try:
-        url = "--url", f"127.0.0.1:{port}"
+    with endpoint(found) as address:
+        url = "--url", address
         code, out, _ = lmc("documents", "pin", "notes/one.txt", "notes/two.txt", "--ttl", "2h", *url)
         assert (code, out.count(": pinned, removed at 20")) == (0, 2)
         listed = json.loads(lmc("documents", "list", *url, "--json")[1])["documents"]
@@ -399,12 +405,10 @@ def test_documents_have_names_and_are_pinned_and_limited_in_time_by_them(make):
         assert lmc("documents", "remove", "notes/one.txt", "notes/two.txt", *url)[1].count("removed ") == 2
         code, _, err = lmc("documents", "pin", "notes/one.txt", *url)
         assert (code, "unknown document 'notes/one.txt'" in err) == (2, True)
-        client = HttpClient(f"127.0.0.1:{port}")
+        client = HttpClient(address)
         for wrong in ({"pinned": 3}, {"ttl": -1}, {"ttl": True}, {"ttl": 1e300}, {"pin": True}, []):
             with pytest.raises(Refused):
                 client.ask("/v1/documents/00", wrong, "PATCH")
-    finally:
-        stop()
 
 
 def test_too_many_pins_are_refused(make):
@@ -523,20 +527,15 @@ def test_a_body_that_does_not_arrive_in_time_is_answered_408(served, monkeypatch
     assert HttpClient(served.url).ask("/health") == {"status": "ok"}
 
 
-@pytest.mark.parametrize(
-    ("given", "code"), [("bearer hunter2", 200), ("BEARER hunter2", 200), ("hunter2", 401), ("Basic hunter2", 401)]
-)
-def test_the_scheme_of_a_token_may_be_in_any_case(make, given, code):
+def test_the_scheme_of_a_token_may_be_in_any_case(make):
     """A client that wrote `bearer` was refused, and a token without its scheme was accepted."""
-    port = free_port()
-    stop = serve(administration(make()), f"127.0.0.1:{port}", "hunter2")
-    try:
-        connection = HTTPConnection("127.0.0.1", port, timeout=30)
-        with closing(connection):
-            connection.request("GET", "/v1/stat", headers={"authorization": given})
-            assert connection.getresponse().status == code
-    finally:
-        stop()
+    with endpoint(administration(make()), "hunter2") as address:
+        for given, code in (
+            ("bearer hunter2", 200), ("BEARER hunter2", 200), ("hunter2", 401), ("Basic hunter2", 401),
+        ):  # fmt: skip
+            with closing(HTTPConnection(address, timeout=30)) as connection:
+                connection.request("GET", "/v1/stat", headers={"authorization": given})
+                assert connection.getresponse().status == code, given
 
 
 def test_a_web_page_of_elsewhere_cannot_ask(served):
@@ -556,53 +555,33 @@ def test_a_web_page_of_elsewhere_cannot_ask(served):
             assert error.code == code
 
 
-WRONG = [
-    {},
-    [],
-    {"messages": 3},
-    {"messages": [{}]},
-    {"prompt_token_ids": ["x"]},
-    {"prompt": 5},
-    {"prompt": "w1 " * 600},
-]
-
-
-@pytest.mark.parametrize("body", WRONG)
-def test_a_wrong_question_is_answered_and_not_more(served, body):
-    client = HttpClient(served.url)
-    with pytest.raises(Refused):
-        client.ask("/v1/explain", body)
-    assert client.ask("/health") == {"status": "ok"}
-
-
-@pytest.mark.parametrize("path", ["/v1/documents/none", "/v1/requests/none"])
-def test_a_name_that_nothing_has_is_answered_404(served, path):
-    with pytest.raises(HTTPError, match="404"):
-        urlopen(f"http://{served.url}{path}")
+def test_a_wrong_question_is_answered_and_not_more(served):
+    client, long = HttpClient(served.url), {"prompt": "w1 " * 600}
+    for body in (
+        {}, [], {"messages": 3}, {"messages": [{}]}, {"prompt_token_ids": ["x"]}, {"prompt": 5}, long,
+    ):  # fmt: skip
+        with pytest.raises(Refused):
+            client.ask("/v1/explain", body)
+        assert client.ask("/health") == {"status": "ok"}
+    for path in ("/v1/documents/none", "/v1/requests/none"):
+        with pytest.raises(HTTPError, match="404"):
+            urlopen(f"http://{served.url}{path}")
 
 
 def test_a_token_is_wanted_and_asked_for(make, monkeypatch):
-    lab = make()
-    port = free_port()
-    stop = serve(administration(lab), f"127.0.0.1:{port}", "hunter2")
-    try:
-        code, _, err = lmc("documents", "list", "--url", f"127.0.0.1:{port}")
+    with endpoint(administration(make()), "hunter2") as address:
+        code, _, err = lmc("documents", "list", "--url", address)
         assert (code, "set LMC_ADMIN_TOKEN to the server's key" in err) == (2, True)
         monkeypatch.setenv("LMC_ADMIN_TOKEN", "hunter2")
-        assert lmc("documents", "list", "--url", f"127.0.0.1:{port}")[0] == 0
-    finally:
-        stop()
+        assert lmc("documents", "list", "--url", address)[0] == 0
 
 
 def test_the_token_of_a_cache_server_opens_explanations_and_nothing_else(make):
     """A cache server asks for explanations with a token that the engine has given to it, not the operator's."""
-    port = free_port()
-    ours = administration(make())
-    other = administration(make())
-    stop = serve(ours, f"127.0.0.1:{port}", "operator")
-    try:
-        body = {"prompt_token_ids": prompt(DOC_A)}
-        client = engine_client(f"http://127.0.0.1:{port}", ours.explain_token)
+    ours, other = administration(make()), administration(make())
+    with endpoint(ours, "operator") as address:
+        url, body = f"http://{address}", {"prompt_token_ids": prompt(DOC_A)}
+        client = engine_client(url, ours.explain_token)
         assert client.ask("/v1/explain", body)["tokens"] == len(prompt(DOC_A))
         for path in ("/v1/documents", "/v1/stat", "/v1/explain/", "/v1/explain/../stat"):
             with pytest.raises(Unreachable, match="401"):
@@ -611,25 +590,18 @@ def test_the_token_of_a_cache_server_opens_explanations_and_nothing_else(make):
             client.ask("/v1/learn", {"texts": ["a"]})
         for wrong in (other.explain_token, "", "operato"):
             with pytest.raises(Unreachable, match="401"):
-                engine_client(f"http://127.0.0.1:{port}", wrong).ask("/v1/explain", body)
-        assert engine_client(f"http://127.0.0.1:{port}", "operator").ask("/v1/stat")
-    finally:
-        stop()
+                engine_client(url, wrong).ask("/v1/explain", body)
+        assert engine_client(url, "operator").ask("/v1/stat")
 
 
 def test_an_address_that_cannot_be_had_is_refused(make):
     lab = make()
-    port = free_port()
-    stop = serve(administration(lab), f"127.0.0.1:{port}", "")
-    try:
-        with pytest.raises(ConfigError, match="is another engine or server using it"):
-            serve(administration(lab), f"127.0.0.1:{port}", "")
-    finally:
-        stop()
-    for address, said in (
-        ("0.0.0.0:1", "set LMC_ADMIN_TOKEN"),
-        ("a:b", "must be an address"),
+    with (
+        endpoint(administration(lab)) as taken,
+        pytest.raises(ConfigError, match="is another engine or server using it"),
     ):
+        serve(administration(lab), taken, "")
+    for address, said in (("0.0.0.0:1", "set LMC_ADMIN_TOKEN"), ("a:b", "must be an address")):
         with pytest.raises(ConfigError, match=said):
             serve(administration(lab), address, "")
 

@@ -102,20 +102,16 @@ def stored(store: ChunkStore) -> int:
     return len(store.known_keys())
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
+def test_a_server_that_cannot_start_does_not_end_the_one_that_it_would_take_over(service):
+    for wrong, said in (
         (["--http", "127.0.0.1:1234", "--certificate", "none.pem", "--key", "none.key"], "invalid certificate"),
         (["--group", "there is none"], "this host has no such group"),
         (["--http", "127.0.0.1:123456"], "--http"),
         (["--document-events", "*:5558"], "is not a ZeroMQ address"),
-    ],
-    ids=lambda one: one[0] if isinstance(one, list) else "",
-)
-def test_a_server_that_cannot_start_does_not_end_the_one_that_it_would_take_over(service, wrong, said):
-    code, _, err = lmc("serve", "--socket", str(service.server.path), "--takeover", *wrong)
-    assert (code, said in " ".join(err.split())) == (2, True)
-    assert not service.server.ends
+    ):
+        code, _, err = lmc("serve", "--socket", str(service.server.path), "--takeover", *wrong)
+        assert (code, said in " ".join(err.split())) == (2, True), wrong
+        assert not service.server.ends
 
 
 @pytest.mark.parametrize(
@@ -420,11 +416,11 @@ def test_a_tenant_sees_and_changes_what_is_its_own_and_nothing_else(service):
     assert [one["name"] for one in service.documents()] == ["a.txt"]
 
 
-@pytest.mark.parametrize("token", ["", "wrong", "sécret"])
-def test_without_a_token_nothing_is_told(service, token):
+def test_without_a_token_nothing_is_told(service):
     learn(service.engine(), A)
-    for path in ("/v1/documents", "/v1/stat", "/metrics", "/v1/events", "/openapi.json", "/nothing"):
-        assert service.refusal(path, token=token.encode().decode("latin-1"))[0] == 401
+    for token in ("", "wrong", "sécret".encode().decode("latin-1")):
+        for path in ("/v1/documents", "/v1/stat", "/metrics", "/v1/events", "/openapi.json", "/nothing"):
+            assert service.refusal(path, token=token)[0] == 401, (token, path)
     assert service.ask("/health", token="") == {"status": "ok"}
     assert service.ask("/ready", token="") == {"status": "ready"}
     with urlopen(service.url + "/") as page:
@@ -919,28 +915,23 @@ def test_a_client_of_the_socket_does_not_get_the_operator_s_token(service, monke
         assert "of-the-client" not in json.dumps(service.ask("/v1/clients"))
 
 
-@pytest.mark.parametrize(
-    "admin",
-    [
-        "http://192.0.2.1:9180",
-        "http://example.com:9180",
-        "http://127.0.0.1.example.com:80",
-        "http://127.0.0.1:1@192.0.2.1:80",
-        "http://me@127.0.0.1:80",
-        "http://127.0.0.1:80/elsewhere",
-        "http://127.0.0.1:80\n",
-        "https://192.0.2.1:443",
-        "192.0.2.1:9180",
-        "unix://relative",
-    ],
-)
-def test_explanations_are_asked_of_this_host_only(service, caplog, admin):
+ELSEWHERE = [
+    "http://192.0.2.1:9180", "http://example.com:9180", "http://127.0.0.1.example.com:80",
+    "http://127.0.0.1:1@192.0.2.1:80", "http://me@127.0.0.1:80", "http://127.0.0.1:80/elsewhere",
+    "http://127.0.0.1:80\n", "https://192.0.2.1:443", "192.0.2.1:9180", "unix://relative",
+]  # fmt: skip
+
+
+def test_explanations_are_asked_of_this_host_only(service, caplog):
     """A client named an address of another host, and the server sent the operator's prompts there."""
-    introduce(service.engine(model="m"), admin)
-    assert [one["admin"] for one in service.ask("/v1/clients")["clients"]] == [""]
-    code, error = service.refusal("/v1/explain", {"prompt_token_ids": A})
-    assert (code, "start an engine with LMC_ADMIN=" in error) == (400, True)
-    assert "it is not on this host" in caplog.text
+    engine = service.engine(model="m")
+    for admin in ELSEWHERE:
+        caplog.clear()
+        introduce(engine, admin)
+        assert [one["admin"] for one in service.ask("/v1/clients")["clients"]] == [""], admin
+        code, error = service.refusal("/v1/explain", {"prompt_token_ids": A})
+        assert (code, "start an engine with LMC_ADMIN=" in error) == (400, True), admin
+        assert "it is not on this host" in caplog.text, admin
 
 
 def test_an_engine_that_only_other_hosts_can_ask_does_not_name_its_address(service, caplog):

@@ -23,7 +23,6 @@ from lmc.server.learning import (
 )
 
 ONE, TWO = b"\1" * 32, b"\2" * 32  # namespaces
-BEAT = 1.0  # second
 
 
 class Clock:
