@@ -193,6 +193,7 @@ def test_a_text_behind_a_blank_has_the_tokens_that_it_has_between_separators(tok
     assert tokens_behind(tokenizer, " ", "The cat sat on the mat.") == known
 
 
+@pytest.mark.long
 def test_a_text_behind_a_newline_is_another_document() -> None:
     real = TOKENIZERS["SmolLM2"]()
     (known,) = ahead(real, Markers.of(real, " # # "), "The cat sat on the mat.")
