@@ -378,7 +378,8 @@ class StoreState:
         with self._changed:
             found = [f"{name}: {fault}" for name, pool in self.pools.items() for fault in pool.faults()]
             readers = Counter(load for load in self._leases.values() if load is not None)
-            loads = {*readers, *self._loads.values()}
+            # The readers of a load that has succeeded are not counted any more: each holds the slot.
+            loads = {load for load in {*readers, *self._loads.values()} if load.state is not PinState.READY}
             found += [
                 f"the load of {load.key.hex()}: readers {readers[load]}, counted as {load.readers}"
                 for load in loads
@@ -390,7 +391,7 @@ class StoreState:
                 if load.key != key or load.state is not PinState.COMING or self.host.metas[load.slot] is not None
             ]
             pins = sum(load is None or load.state is PinState.READY for load in self._leases.values())
-            holders = pins + sum(load.state is not PinState.READY for load in loads) + self.queues.length
+            holders = pins + len(loads) + self.queues.length
             if (held := sum(pool.holders for pool in self.pools.values())) < holders:
                 found.append(f"pins, loads, copies and writes hold slots {holders} times, counted as {held}")
         return [*found, *self.queues.faults()]

@@ -1270,6 +1270,18 @@ def test_a_load_whose_readers_are_counted_wrongly_is_reported(make):
     store.release(pins)
 
 
+def test_a_load_that_has_ended_is_right_when_some_of_its_readers_have_left(make):
+    """Its readers were counted as before, which was reported as a fault."""
+    store = make(fill(DictTier(), K0))
+    one, other = store.pin([K0]), store.pin([K0], ["dict"])
+    assert store.part(one[0], PARTS - 1) is not None
+    while store.state(one[0]) is not PinState.READY:
+        pass
+    store.release(one)
+    assert store.check_integrity() == []
+    store.release(other)
+
+
 def test_a_pin_without_a_held_slot_is_reported(make):
     store = make()
     store._state._leases[99] = None
