@@ -227,7 +227,8 @@ def test_the_page_s_documents_are_learned_ahead_and_reused_by_every_way_in(serve
         answer, facts = line.split("{", 1)
         assert answer.split()[0] == "Kai"
         assert "unknown_documents" not in facts
-        assert "'reused_tokens': 1013" in facts
+        # After idle steps, the engine has the first document of an earlier request exactly.
+        assert int(re.search(r"'reused_tokens': (\d+)", facts)[1]) > 5 / 6 * 1000
     assert "24 of 24 documents were learned before" in server.execute("bash", "-c", command)
 
 
@@ -262,7 +263,7 @@ def test_documents_of_a_chat_request_are_reused_through_the_chat_template(server
         model="small", messages=asked, max_tokens=2, temperature=0, extra_body=more
     )
     facts = done.kv_transfer_params["lmc"]
-    assert facts["reused_tokens"] > 1000
+    assert facts["reused_tokens"] > 5 / 6 * 1000, "the engine may have the first document of an earlier request"
     assert not facts.get("unknown_documents")
 
 

@@ -372,6 +372,7 @@ def test_a_log_line_without_blending_says_that_it_was_not_wanted():
 def test_context_parallelism_is_refused(monkeypatch, parallel):
     monkeypatch.setattr(KVConnectorBase_V1, "__init__", lambda *_, **__: None)
     sizes = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, parallel: 2}
+    sizes |= {"data_parallel_size": 1, "data_parallel_index": 0}
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}), parallel_config=SimpleNamespace(**sizes)
     )
