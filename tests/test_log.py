@@ -70,7 +70,7 @@ def test_a_level_that_there_is_not_is_said_and_vllm_s_is_used(monkeypatch: pytes
         join_log()
         say()
     warned, *said = written.getvalue().splitlines()
-    assert warned.startswith("LMC_LOG_LEVEL = LOUD is no level of a log; there are CRITICAL, ")
+    assert warned.startswith("LMC_LOG_LEVEL = LOUD is not a log level; use one of CRITICAL, ")
     assert said == ["fact", "trouble"]
 
 
@@ -95,4 +95,4 @@ def test_a_cache_server_and_a_router_have_that_level_too(tmp_path: Path, monkeyp
     assert levels == [logging.WARNING, logging.INFO]
     server = ServerProcess(tmp_path, max_local_cpu_size=0.01, log_level="LOUD")
     server.kill()
-    assert "LMC_LOG_LEVEL = LOUD is no level of a log" in server.log
+    assert "LMC_LOG_LEVEL = LOUD is not a log level" in server.log

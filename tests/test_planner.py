@@ -513,27 +513,27 @@ def ten_bytes_each(piece: Piece) -> int:
 
 def test_what_a_blend_computes_counts_the_question_twice():
     a, b = document("a", 20, "host", "host"), document("b", 45, "disk")
-    found = match(a, b, ratio=0.5, twice=12)
+    found = match(a, b, ratio=0.5, question_rows=12)
     plan = make_plan(found)
     reused = sum(piece.tokens for piece in plan.approximate)
     offer = blend_offer(plan, ten_bytes_each)
     assert (offer.rows, offer.tokens, offer.length) == (100 - reused + reused / 2 + 12, 100, 100)
     assert offer.records == [("disk", 10 * N)]
-    assert blend_offer(make_plan(replace(found, twice=None)), ten_bytes_each) is None, "it is not asked"
+    assert blend_offer(make_plan(replace(found, question_rows=None)), ten_bytes_each) is None, "it is not asked"
 
 
 def test_the_tokens_that_the_engine_has_are_not_prefilled():
     a = document("a", 20, "host", "host")
-    offer = blend_offer(make_plan(match(a, local=24, ratio=0.5, twice=12)), ten_bytes_each)
+    offer = blend_offer(make_plan(match(a, local=24, ratio=0.5, question_rows=12)), ten_bytes_each)
     assert (offer.tokens, offer.length) == (76, 124)
 
 
 def test_without_a_blend_that_would_be_slow_the_exact_part_is_left_and_a_note_says_why():
     cost = CostModel()
-    found = match(document("a", 20, "host", "host"), exact=run_of("host"), ratio=1.0, twice=12)
+    found = match(document("a", 20, "host", "host"), exact=run_of("host"), ratio=1.0, question_rows=12)
     plan = choose_plan(found, ten_bytes_each, cost, AUTO)
     assert (plan.exact, plan.documents, plan.skipped) == (run_of("host"), (), 2 * N)
     assert plan.note == plan.match.refused
     assert plan.note.startswith("stored documents were computed: a blend would compute ")
     assert choose_plan(found, ten_bytes_each, cost, ALWAYS).documents
-    assert choose_plan(replace(found, twice=None), ten_bytes_each, cost, AUTO).documents, "it is not asked"
+    assert choose_plan(replace(found, question_rows=None), ten_bytes_each, cost, AUTO).documents, "it is not asked"

@@ -91,14 +91,14 @@ def test_documents_are_a_list(value):
     ids=named,
 )
 def test_a_document_is_a_pair_of_whole_numbers(pair):
-    with pytest.raises(InputError, match=r"lmc.documents: .* is no \[start, stop\]") as caught:
+    with pytest.raises(InputError, match=r"lmc.documents: .* is invalid: use \[start, stop\]") as caught:
         Options.read({"documents": [pair]}, 10)
     assert len(str(caught.value)) < 500
 
 
 def test_documents_may_be_texts() -> None:
     assert Options.read({"documents": ["one text", "another"]}, 10).documents == ("one text", "another")
-    with pytest.raises(InputError, match=r"is no \[start, stop\]"):
+    with pytest.raises(InputError, match=r"is invalid: use \[start, stop\]"):
         Options.read({"documents": ["one text", [0, 3]]}, 10)
 
 

@@ -39,6 +39,7 @@ from lmc.connectors.vllm.model_identity import layout_of, model_identity
 from lmc.connectors.vllm.scheduler import claims
 from lmc.connectors.vllm.scheduler.idle import MAX_PAUSE_SECONDS
 from lmc.connectors.vllm.scheduler.request_state import Role
+from lmc.connectors.vllm.scheduler.scheduler import MAX_TURN_SECONDS
 from lmc.engine import CacheEngine, NewChunk
 from lmc.engine.identity import adapter_stamp
 from lmc.errors import ConfigError
@@ -1001,10 +1002,10 @@ def test_the_salted_chain_goes_on_into_what_is_decoded(make):
     lab.finish(again)
 
 
-@pytest.fixture
-def blending(make):
-    """A lab whose workers are blending a prompt, with steps of 100 tokens."""
-    lab = make(batch_tokens=100)
+@pytest.fixture(params=[False], ids=[""])
+def blending(make, request):
+    """A lab whose workers are blending a prompt, with steps of 100 tokens; a test may let it serve by priority."""
+    lab = make(batch_tokens=100, by_priority=request.param)
     learn(lab, DOC_A, DOC_B)
     lab.workers.held_back = True
     blend = lab.arrive("blend", prompt(DOC_A, DOC_B))
@@ -1034,11 +1035,77 @@ def test_a_long_prompt_begins_after_the_blends_of_earlier_requests(blending):
         lab.finish(request)
 
 
-@pytest.mark.parametrize("change", [{"arrival_time": 0.0}, {"priority": -1}], ids=str)
-def test_a_long_prompt_does_not_wait_for_blends_of_later_requests(blending, change):
-    request = blending.arrive("earlier", PLAIN, **change)
+@pytest.mark.parametrize(
+    ("blending", "change", "waits"),
+    [
+        (False, {"arrival_time": 0.0}, False),
+        (False, {"priority": -1}, True),  # The engine does not look at priorities.
+        (True, {"priority": -1}, False),
+        (True, {"priority": 1, "arrival_time": 0.0}, True),
+    ],
+    indirect=["blending"],
+    ids=str,
+)
+def test_a_long_prompt_waits_for_blends_that_the_engine_serves_before_it(blending, change, waits):
+    request = blending.arrive("other", PLAIN, **change)
+    assert (blending.admit(request) is None) is waits
+    assert bool(blending.step().first) is waits
+    blending.workers.held_back = False
+    if waits:
+        blending.wait(lambda: blending.admit(request))
+    blending.compute(request, request.num_tokens)
+    blending.finish(request)
+
+
+def test_a_long_prompt_does_not_wait_for_ever(blending):
+    request = blending.arrive("long", PLAIN)
+    assert blending.admit(request) is None
+    blending.now += MAX_TURN_SECONDS
     assert blending.admit(request) == 0
-    assert not blending.step().first
+    blending.compute(request, request.num_tokens)
+    blending.finish(request)
+
+
+def test_a_prompt_that_waits_holds_no_chunks(blending):
+    lab = blending
+    lab.serve("stored", PLAIN[:16], arrival_time=0.0)
+    lab.pool.forget()
+    held = lab.store.held()
+    request = lab.arrive("long", PLAIN)
+    assert lab.admit(request) is None
+    assert lab.store.held() == held
+    lab.workers.held_back = False
+    assert lab.wait(lambda: lab.admit(request)) == 16
+    lab.load(request)
+    lab.compute(request, request.num_tokens - request.num_computed_tokens)
+    lab.finish(request)
+
+
+def test_later_requests_leave_the_blocks_of_a_prompt_that_waits(blending):
+    """A later blend took them, and the prompt waited until others had finished."""
+    lab = blending
+    taken = lab.pool.get_new_blocks(lab.pool.get_num_free_blocks() - len(PLAIN) // BLOCK - 2)
+    long, later = lab.arrive("long", PLAIN), lab.arrive("later", prompt(DOC_B, DOC_A))
+    assert (lab.admit(long), lab.admit(later)) == (None, None)
+    lab.pool.free_blocks(taken)
+    lab.step()
+    assert lab.admit(long) is None
+    assert lab.admit(later) > 0, "there are enough blocks for both"
+    lab.workers.held_back = False
+    lab.load(later)
+    lab.wait(lambda: lab.admit(long))
+    for request in (long, later):
+        lab.compute(request, request.num_tokens - request.num_computed_tokens)
+        lab.finish(request)
+
+
+def test_an_error_in_a_report_leaves_no_blend_for_which_prompts_wait(blending, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(blending.scheduler, "abandon", lambda request: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            blending.scheduler.recover(StepReport(), ["blend"])
+    request = blending.arrive("long", PLAIN)
+    assert blending.admit(request) == 0
     blending.compute(request, request.num_tokens)
     blending.finish(request)
 

@@ -284,6 +284,7 @@ class Lab:
         blocks=64,
         ranks=1,
         batch_tokens=16,
+        by_priority=False,
         longest=512,
         blends=True,
         settings=None,
@@ -323,6 +324,7 @@ class Lab:
             blends=blends,
             trace=trace,
             batch_tokens=batch_tokens,
+            by_priority=by_priority,
             longest=longest,
             clock=lambda: self.now,
         )

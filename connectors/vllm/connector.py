@@ -279,6 +279,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             blends=not refused,
             refused=refused,
             batch_tokens=self._config.scheduler_config.max_num_batched_tokens,
+            by_priority=self._config.scheduler_config.policy == "priority",
             longest=self._config.model_config.max_model_len,
             caches_prefixes=bool(cache.enable_prefix_caching),
             announces=bool(self._config.kv_events_config and self._config.kv_events_config.enable_kv_cache_events),

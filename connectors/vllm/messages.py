@@ -11,7 +11,7 @@ from lmc.blend.strategies import RecomputePolicy
 from lmc.engine import Piece
 from lmc.storage.memory.slab import SlabAddress
 
-# lmc's work gets at least one part in so many of a step, whatever the engine computes.
+# lmc may always compute at least 1 / BLEND_SHARE of a step.
 BLEND_SHARE = 10
 
 

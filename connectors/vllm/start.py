@@ -33,6 +33,7 @@ class Setup:
     ranks: int  # number of workers
     batch_tokens: int  # maximal number of tokens that the engine computes in a step
     longest: int  # maximal number of tokens of a request; the model may lack RoPE angles for later positions
+    by_priority: bool  # The engine serves requests by priority, and not in the order of arrival.
     blends: bool  # The model can be blended, and the settings allow it.
     refused: str = ""  # why nothing is blended; empty if `blends`
     markers: Markers | None = None  # the markers that split prompts; None without a tokenizer or blending

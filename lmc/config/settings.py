@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 def _number(value: object) -> object:
     if isinstance(value, bool):  # pydantic would read `chunk_size: yes` as 1
-        raise ValueError("a number is wanted, not true or false")
+        raise ValueError("use a number, not true or false")
     return value
 
 
@@ -65,7 +65,7 @@ def _directory(value: object) -> object:
     if re.match(r"(?!file://)\w+:", text):
         raise ValueError("no scheme but file://")
     if path.startswith("~") or re.search(r",\s*(/|~|file:)", path):
-        raise ValueError("nobody's home, or several directories")
+        raise ValueError("an unknown user, or several directories")
     return Path(path)
 
 

@@ -175,7 +175,7 @@ def log_level(default: int) -> int:
     """Return the log level from the environment (`LMC_LOG_LEVEL=DEBUG`), else the default."""
     name, known = os.environ.get("LMC_LOG_LEVEL", ""), logging.getLevelNamesMapping()
     if name and name.upper() not in known:
-        log.warning("LMC_LOG_LEVEL = %s is no level of a log; there are %s", name, ", ".join(known))
+        log.warning("LMC_LOG_LEVEL = %s is not a log level; use one of %s", name, ", ".join(known))
     return known.get(name.upper(), default)
 
 

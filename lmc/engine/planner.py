@@ -39,9 +39,8 @@ class Match:
     min_tokens: int = 0  # minimum number of stored document tokens for a blend
     ratio: float = 0.0  # share of the reused tokens that a blend recomputes
     whole_prompt: bool = True  # A blend computes the prompt to its end: the question selects the recomputed tokens.
-    # Tokens of the question that a blend computes in both of its passes. None: blend without comparing its time with
-    # that of prefill.
-    twice: int | None = None
+    # Number of question tokens that both passes of a blend compute. None: the blend is not compared with prefill.
+    question_rows: int | None = None
     block_size: int = 1  # tokens per block; approximate KV must begin in a block that the prompt fills
     refused: str = ""  # why documents are not reused; empty if they may be
     memory_only: bool = False  # load no chunks from disk or Redis
@@ -146,14 +145,14 @@ def without_slow_blend(plan: Plan, size_of: Callable[[Piece], int], cost: CostMo
 
 
 def blend_offer(plan: Plan, size_of: Callable[[Piece], int]) -> BlendOffer | None:
-    """Return what the blend of a plan computes and loads; None without a blend, or if `Match.twice` is None."""
+    """Return what the blend of a plan computes and loads; None without a blend, or if `Match.question_rows` is None."""
     reused, match = sum(piece.tokens for piece in plan.approximate), plan.match
-    if not reused or match.twice is None:
+    if not reused or match.question_rows is None:
         return None
     tokens = match.prompt - plan.reach
     fresh = tokens - sum(piece.tokens for piece in plan.documents)
     return BlendOffer(
-        rows=fresh + match.ratio * reused + min(match.twice, fresh),
+        rows=fresh + match.ratio * reused + min(match.question_rows, fresh),
         tokens=tokens,
         length=match.prompt + plan.reach,
         records=_records(plan, size_of),

@@ -1,5 +1,14 @@
 """The first messages of a connection with a cache server, and the messages of a status request.
 
+An engine attaches in this order, on two connections, one for quick and one for slow requests:
+
+1. Both sides send `Hello`. If the protocols differ, the server's says why it refuses, and the connection ends.
+2. The client sends `Sizes` (`sizes.py`).
+3. The server opens an arena and a lease (`Session` in `server.py`), and answers with `Attached` (`messages.py`) and the
+   descriptor of the slab.
+4. The client locks its lifeline and maps the slab (`client/attachment.py`).
+5. On the quick connection follow `Introduce`, and a `Ping` each second. All other requests are in `messages.py`.
+
 The command line uses this module for status requests, so it must not import torch.
 """
 

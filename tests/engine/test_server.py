@@ -412,7 +412,7 @@ def test_documents_may_be_given_as_texts(server):
         time.sleep(0.5)
     assert ask(server, asked[1], documents=texts[::-1])[1]["reused_tokens"] > 900
     behind = ask(server, asked[1], documents=texts)[1]["note"]
-    assert "is not in the prompt behind the text before it" in behind
+    assert "was not found in the prompt after the document before it" in behind
     note = ask(server, asked[1], documents=["it is not there at all"])[1]["note"]
     assert note.startswith("lmc.documents: 'it is not there at all' is not in the prompt")
 

@@ -100,11 +100,11 @@ def test_copies_of_a_document_do_not_wait_for_the_room_that_its_batches_took(wor
 
 def test_a_step_ends_after_the_blends_that_a_prompt_waits_for(worker):
     """The prompt is computed in the next step, before blends of requests that came after it."""
-    blends = [Job(worker, f"r{n}", [300] * 3) for n in range(3)]
+    blends = [Job(worker, f"r{n}", [300 + n] * 3) for n in range(3)]
     document = Job(worker, "", [200] * 9, coming=200)
-    assert step(worker, [*blends, document], 0, first=["r0", "r1"]) == [300] * 6
-    assert step(worker, [*blends, document], 0, first=["r1"]) == [], "it has ended, and is not yet reported"
-    assert step(worker, blends, STEP) == [300] * 3
+    assert step(worker, [*blends, document], 0, first=["r0", "r2"]) == [300] * 3 + [302] * 3
+    assert step(worker, [*blends, document], 0, first=["r2"]) == [], "it has ended, and is not yet reported"
+    assert step(worker, blends, STEP) == [301] * 3
 
 
 def test_a_full_step_does_one_slice_however_large_it_is(worker):

@@ -248,9 +248,9 @@ async def _body(request: Any) -> Facts:
     try:
         found = await request.json()
     except ValueError as error:
-        raise InputError(f"the body is no JSON: {error}") from None
+        raise InputError(f"the body is not valid JSON: {error}") from None
     if not isinstance(found, dict):
-        raise InputError("a JSON object is wanted")
+        raise InputError("the body must be a JSON object")
     return found
 
 

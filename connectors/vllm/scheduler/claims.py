@@ -40,6 +40,7 @@ class Claims:
         prompt, policy = state.request.num_prompt_tokens, state.policy
         asks = policy is not None and policy.strategy in NEEDS_QUESTION
         blends = state.role is not Role.EXACT and not state.request.num_preemptions
+        question_rows = min(prompt - state.question, QUESTION_ROWS) if asks else 0
         return Match(
             prompt=prompt,
             documents=state.documents if blends else (),
@@ -48,7 +49,7 @@ class Claims:
             min_tokens=self._settings.blend_min_tokens if state.role is Role.BLEND else 0,
             ratio=policy.share(sum(self._setup.stages)) if policy else 0.0,
             whole_prompt=asks,
-            twice=(min(prompt - state.question, QUESTION_ROWS) if asks else 0) if state.role is Role.BLEND else None,
+            question_rows=question_rows if state.role is Role.BLEND else None,
             block_size=self._setup.block_size,
             refused=state.slow,
             memory_only=state.memory_only,

@@ -63,7 +63,7 @@ class OwnBlend:
     pieces: tuple[Span, ...]  # where its approximate tokens are
     salts: Salts
     block: bytes  # the exact hash of the last full block among the tokens on which the blend depends
-    rest: tuple[int, ...]  # the tokens after this block on which the blend depends as well
+    rest: tuple[int, ...]  # the tokens between `block` and `end`
     end: int  # The blend depends on the tokens before this position.
     documents: bytes  # the exact hash of the last full block of the blend's documents
     by_separators: bool  # Separators mark the blend's documents.

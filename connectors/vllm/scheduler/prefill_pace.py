@@ -23,7 +23,7 @@ class EngineStep:
     requests: frozenset[str]
     tokens: int
     prompts: int = 0  # number of prompt tokens
-    reach: int = 0  # sum over prompt tokens: length of a prompt whose tokens cost the same on average
+    reach: int = 0  # sum over prompt tokens of a length: a whole prompt of it costs the same per token
 
     @property
     def prefills(self) -> bool:

@@ -72,7 +72,7 @@ def _spans(given: Any, prompt_tokens: int) -> tuple[Span, ...]:
     for pair in given:
         good = isinstance(pair, list | tuple) and len(pair) == 2
         if not good or not all(isinstance(edge, int) and not isinstance(edge, bool) for edge in pair):
-            raise InputError(f"lmc.documents: {_shown(pair)} is no [start, stop]")
+            raise InputError(f"lmc.documents: {_shown(pair)} is invalid: use [start, stop]")
         start, stop = pair
         if not 0 <= start < stop <= prompt_tokens:
             raise InputError(f"lmc.documents: {_shown(pair)} is not inside the prompt of {prompt_tokens} tokens")

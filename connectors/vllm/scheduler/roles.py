@@ -122,8 +122,8 @@ class Roles:
                     raise InputError("lmc.documents as texts need a tokenizer, which this engine does not have")
                 found = find_text(packed, given, tokenizer.encode, tokenizer.decode, behind)
             if found is None:
-                wrong = f"lmc.documents: {reprlib.repr(given)} is not in the prompt behind the text before it"
-                raise InputError(f"{wrong}, or has fewer than 3 words")
+                wrong = f"lmc.documents: {reprlib.repr(given)} was not found in the prompt after the document before it"
+                raise InputError(f"{wrong}, or has fewer than 3 words: give [start, stop] instead")
             spans.append(found)
         return tuple(spans)
 
@@ -140,7 +140,7 @@ class Roles:
             "requests with prompt embeddings are not blended": request.prompt_embeds is not None,
             "a document to learn must have no special tokens (add_special_tokens: false)": turns,
             "there is no document to learn": learn and not any(documents),
-            "a request for prompt_logprobs is no request to learn": learn and request.skip_reading_prefix_cache,
+            "prompt_logprobs cannot be combined with lmc.learn": learn and request.skip_reading_prefix_cache,
         }
         return next((why for why, there in reasons.items() if there), "")
 

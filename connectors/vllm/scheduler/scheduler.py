@@ -46,11 +46,13 @@ log = logging.getLogger(__name__)
 
 Tables = Callable[[str], Sequence[int]]  # returns the block table of a scheduled request
 
-# Why a second prompt with the same documents in the same order is computed, as vLLM alone would compute the first.
+# The note of a prompt that repeats the documents of an earlier blend in the same order. It is computed exactly, so that
+# later prompts find its blocks in the engine's own cache.
 REPEATED = "its documents are computed, so that the engine's own cache has them for further prompts with this beginning"
 RECENT = 1000  # requests whose facts are kept
 BEGUN = 16  # maximal number of tokens that a chat template writes after the header of the next answer
 FEW_TOKENS = 128  # If the engine's cache lacks at most this many prompt tokens, lmc does not look for stored chunks.
+MAX_TURN_SECONDS = 20.0  # A prompt waits no longer than this for the blends of earlier requests.
 SPARE = 0.5  # share of an engine's blocks that must be free before it learns documents of other engines
 AWAKE_SECONDS = 1.0  # An engine that computed something within this time makes steps, and can learn in them.
 LEARN_SECONDS = 10.0  # An idle engine continues learning for this time; a shutdown or a pause may have to wait for it.
@@ -76,6 +78,7 @@ class Scheduler:
         self._saves = SaveQueue(setup, self.pending, self.events)
         self._states: dict[str, RequestState] = {}
         self._blending: dict[str, RequestState] = {}  # requests that workers blend now, with all chunks in memory
+        self._waiting_blocks = 0  # blocks for prompts that wait, in this step, for blends of earlier requests
         self.recent: OrderedDict[str, Mapping[str, Any]] = OrderedDict()  # facts of requests that have ended
         self._next = StepPlan()  # the plan of the next step, as far as it is known
         self._introduced: SlabAddress | None = None  # the slab that the workers know
@@ -116,8 +119,8 @@ class Scheduler:
             state.exact_hashes = list(request.block_hashes)
             stored = match.exact[-1].stop if match.exact else 0
             state.stored_exactly = stored
-            if not self._continue_own_blend(state, max(stored, self._cached(request))) and self._weighs_blends:
-                state.slow = REPEATED if self._repeats_blend(state) else ""
+            if not self._continue_own_blend(state, max(stored, self._cached(request))):
+                state.slow = REPEATED if self._repeats_blend(state) and self._weighs_blends else ""
         self._claims.prefetch(state, match, self._cached(request))
         if state.memory_only and state.skipped:
             self.counts["loads_skipped"] += 1
@@ -136,6 +139,14 @@ class Scheduler:
                 return 0
             state.cached, state.role = False, Role.EXACT  # The engine has evicted blocks since the request arrived.
             self._roles.find_role(state)
+        plan = self._claim(state, local)
+        self._note_cached(state, local)
+        return None if plan is None else plan.stop - local
+
+    def _claim(self, state: RequestState, local: int) -> Plan | None:
+        """Return a request's plan, whose chunks are pinned; None if the engine has to ask again in its next step."""
+        if state.is_long and self._waits_its_turn(state, local):
+            return None
         if state.waiting_since is None:
             self._claims.wait_from_now(state)
         self._claims.note_progress(state)
@@ -143,26 +154,40 @@ class Scheduler:
             return None
         if state.claim is None or state.claim.match.local != local:
             state.claim = self._claims.make(state, local)
-        self._note_cached(state, local)
-        if state.claim is None or self._waits_its_turn(state, state.claim):
-            return None
-        return state.claim.stop - local
+        plan, request = state.claim, state.request
+        if plan is not None:
+            tokens = request.num_tokens - plan.stop
+            state.is_long = tokens * BLEND_SHARE >= self._setup.batch_tokens and not request.num_preemptions
+            if self._waits_its_turn(state, local):
+                return None
+        return plan
 
-    def _waits_its_turn(self, state: RequestState, plan: Plan) -> bool:
+    def _waits_its_turn(self, state: RequestState, local: int) -> bool:
         """Return whether blends of earlier requests go first, as the prefill of these requests would without lmc.
 
-        A step that is full of prefill leaves blends a tenth of it. A prompt that fills a tenth of a step or more
-        therefore begins after the blends of earlier requests. Workers end the step when these blends are done.
+        If prefill fills a step, blends get a tenth of it. A prompt that fills a tenth of a step or more therefore
+        begins after the blends of earlier requests. Workers end the step when these blends are done. Until then, later
+        requests leave enough free blocks for the prompt. A prompt that waits holds no chunks.
         """
-        request = state.request
-        tokens = request.num_tokens - plan.stop
-        if not self._blending or tokens * BLEND_SHARE < self._setup.batch_tokens or request.num_preemptions:
+        if not self._blending and not self._waiting_blocks:
             return False
-        first = {blend.id for blend in self._blending.values() if _comes_before(blend.request, request)}
-        if first:
-            self._next.first |= first
-            self._claims.wait_from_now(state)
-        return bool(first)
+        now, first = self._setup.clock(), set[str]()
+        state.turn_since = now if state.turn_since is None else state.turn_since
+        if state.is_long and now - state.turn_since < MAX_TURN_SECONDS:
+            first = {blend.id for blend in self._blending.values() if self._comes_before(blend.request, state.request)}
+        blocks = -(-(state.request.num_tokens - local) // self._block_size)
+        lacks_blocks = self._waiting_blocks and self._waiting_blocks + blocks > self._pool.get_num_free_blocks()
+        if not first and not lacks_blocks:
+            return False
+        self._next.first |= first
+        self._waiting_blocks += blocks
+        self._claims.release(state)
+        return True
+
+    def _comes_before(self, request: Any, other: Any) -> bool:
+        """Return whether the engine serves a request before another one that waits as well."""
+        priorities = (request.priority, other.priority) if self._setup.by_priority else (0, 0)
+        return bool((priorities[0], request.arrival_time) < (priorities[1], other.arrival_time))
 
     def _note_cached(self, state: RequestState, local: int) -> None:
         """Record how many tokens of a request the engine has, and how many of these belong to an earlier blend."""
@@ -218,7 +243,13 @@ class Scheduler:
         if not state.loading:  # Otherwise a worker may still read the chunks, and reports when it has stopped.
             self._saves.save_tail(state, blocks)
             aborted = request.status.name == "FINISHED_ABORTED"
-            if state.salts and request.num_computed_tokens and not aborted and self._setup.caches_prefixes:
+            if (
+                state.salts
+                and request.num_computed_tokens
+                and not aborted
+                and not self.off
+                and self._setup.caches_prefixes
+            ):
                 self._backfill.add(request, state.salts)
             self._forget(state)
         if state.role is Role.BLEND and request.num_computed_tokens:
@@ -232,7 +263,7 @@ class Scheduler:
             self.engine.learn_later(request.prompt_token_ids, state.unknown, state.salt)
         if state.role is Role.BLEND:
             self.counts["blends_continued"] += state.continued > 0
-            self.counts["blends_skipped"] += bool(state.slow)
+            self.counts["blends_skipped"] += bool(state.slow) and state.slow != REPEATED
         facts = state.facts()
         self.recent[state.id] = facts or {}
         if len(self.recent) > RECENT:
@@ -247,7 +278,7 @@ class Scheduler:
         if scheduled:
             self.engine.background.stepped()
             self._ran = self._setup.clock()
-        else:
+        elif not self._blending:  # Otherwise a blended request will run.
             self.has_news = True
         prefills: dict[str, Any] = {}  # requests whose prompts may be computed in this step
         for request, tokens in scheduled.items():
@@ -269,7 +300,7 @@ class Scheduler:
             plan.arrived = {state.id: self._claims.arrived(state) for state in loading}
         idle = not scheduled and not loading and not plan.loads
         holds_blocks = self._saves.has_idle_job or self._backfill.under_way
-        blocked = holds_blocks and not plan.first and self._waits_for_blocks
+        blocked = holds_blocks and self._waits_for_blocks
         plan.cancel = self._saves.to_cancel(idle=idle, blocked=blocked)
         learn = self._saves.learn_next(idle=idle) if self._runs and not self.off else None
         plan.learn += [learn] if learn else []
@@ -307,7 +338,7 @@ class Scheduler:
 
     def take_plan(self) -> StepPlan:
         """Return the plan for the workers, as far as it is known. Workers can use it after an error in `plan`."""
-        plan, self._next = self._next, StepPlan()
+        plan, self._next, self._waiting_blocks = self._next, StepPlan(), 0
         plan.slab = self._introduced
         plan.saves += self._saves.take_saves()
         return plan
@@ -343,15 +374,19 @@ class Scheduler:
 
     def recover(self, report: StepReport, received: Iterable[str]) -> None:
         """Return the blocks of ended jobs and end the received loads, after an error in `reported`."""
+        self._end_blends(received)
         self.pending.report(report.done, report.failed)
         for request in received:
-            self._blending.pop(request, None)
             self.abandon(request)
             state = self._states.get(request)
             if state is not None:
                 state.loading = False
                 if state.request.is_finished():
                     del self._states[request]
+
+    def _end_blends(self, received: Iterable[str]) -> None:
+        for request in received:
+            self._blending.pop(request, None)
 
     def switch_off(self) -> None:
         """Serve the engine without lmc from now on. Jobs under way are finished."""
@@ -389,6 +424,7 @@ class Scheduler:
 
     def reported(self, report: StepReport, received: set[str]) -> None:
         """Process the workers' report; `received` are requests whose load has ended on all ranks."""
+        self._end_blends(received)
         self.has_news = self.has_news or bool(report.done or report.failed)
         self.pending.report(report.done, report.failed)
         for request in report.lost & self._states.keys():
@@ -408,8 +444,6 @@ class Scheduler:
             asking.blended = facts
             if asking.role is Role.BLEND:  # A request to learn uses blind reuse, which has a ratio of 0.
                 self._observed["budget"].append(float(facts["charged_budget"]))  # type: ignore[arg-type]
-        for request in received:
-            self._blending.pop(request, None)
         for request in received & self._states.keys():
             state = self._states[request]
             if not state.loading:  # Another connector has loaded this request.
@@ -539,7 +573,7 @@ class Scheduler:
     def _is_short(self, state: RequestState) -> bool:
         """Return whether a prompt is so short that loading it takes as long as computing it, and has no documents."""
         request = state.request
-        if request.num_prompt_tokens > self._few or request.skip_reading_prefix_cache:
+        if request.num_prompt_tokens >= self._few or request.skip_reading_prefix_cache:
             return False
         return self._has_no_documents(state) or (
             self._roles.may_go_on(state) and self._roles.separators_after(state, 0) <= 1
@@ -575,7 +609,7 @@ class Scheduler:
             self._repeats_blend(state)
         elif self._continue_own_blend(state, 0, by_separators=True) and state.salts:
             cached = self._cached(request)
-        # One separator may end a document that the engine has. A new document lies between two.
+        # A document lies between two separators, so one separator after the cached tokens ends a cached document.
         before = state.blended_before if state.salts else cached
         if cached > known and self._roles.separators_after(state, before) <= 1:
             return True
@@ -675,8 +709,3 @@ class Scheduler:
     def _forget(self, state: RequestState) -> None:
         self._claims.release(state)
         del self._states[state.id]
-
-
-def _comes_before(request: Any, other: Any) -> bool:
-    """Return whether the engine serves a request before another one that waits as well."""
-    return bool((request.priority, request.arrival_time) < (other.priority, other.arrival_time))

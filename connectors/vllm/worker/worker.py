@@ -2,8 +2,9 @@
 
 Work is a queue of generators, oldest first, which yield their cost in token-layers. In each step, lmc may compute as
 much as the engine's own limit leaves: `max_num_batched_tokens` in all layers, minus the tokens that the engine computes
-itself. lmc may always compute at least a tenth of the limit. A running request therefore waits for its next token at
-most a tenth longer than after a full step of chunked prefill, if the model has ten layers or more.
+itself. lmc may always compute at least a tenth of the limit. In models with ten layers or more, a running request
+therefore waits at most a tenth longer for its next token than after a full step of chunked prefill. The step ends early
+after blends that a prompt waits for (`StepPlan.first`).
 
 A failed job is reported, and the engine computes its tokens. An error stops the engine in two cases only: other ranks
 would wait for this rank forever (tensor parallelism), or the slab cannot be opened.
@@ -188,7 +189,7 @@ class Worker:
                 remaining = 0
             # Learning comes last. While requests run, it gets one slice of a step, so that requests hardly wait for it.
             turn = remaining == limit or not self._steps % LEARN_EVERY
-            idle = not plan.scheduled and not self._loading
+            idle = not plan.scheduled and not self._loading and not plan.first
             self._do([work for work in self._learning if not work.idle], 0 if plan.scheduled else remaining, alone=turn)
             # Idle work gets one slice of a step, so that a new request waits for one slice at most.
             if idle and all(work.idle for work in self._learning):
@@ -299,10 +300,10 @@ class Worker:
         """Run slices that cost at most `left` token-layers, and return their cost.
 
         With `alone`, lmc has computed nothing else in this step. Then at least one slice is run, whatever its cost.
-        With `first`, nothing is run after the jobs of these requests have ended.
+        With `first`, the jobs of these requests run first, and nothing is run after them.
         """
         done = 0
-        for work in list(queue):
+        for work in sorted(queue, key=lambda work: work.request not in first):
             if first and not self._loading.keys() & first:
                 break
             if (alone and not done) or done + work.coming <= left:

@@ -29,7 +29,7 @@ from lmc.router.policies.base import Needs, Policy, check, check_count
 from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, TakeBack, Usage
 
 CACHE_TOKENS = 1_000_000.0  # assumed size of an engine's cache until the engine reports it
-SURCHARGE = 0.3  # of the prompt's tokens, for each mean load by which an engine's load exceeds the mean
+SURCHARGE = 0.3  # share of the prompt's tokens; an engine at twice the mean load pays it once, at three times twice
 DISPLACEMENT = 0.6  # of the new documents' tokens that evict others from a full cache
 TIE_FACTOR = 1.1  # without documents, engines up to this factor above the least expected time are a tie
 STAY = 1.5  # a conversation moves if another engine is cheaper by this factor
