@@ -76,6 +76,8 @@ class Server:
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("LMC_", "VLLM_"))}
         environment |= {"PATH": f"{Path(os.sys.executable).parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
         environment |= {"VLLM_CACHE_ROOT": f"{os.environ['XDG_CACHE_HOME']}/vllm"}  # what it knows of classes of models
+        # On a busy machine, a client may use a connection again at the moment when the server closes it.
+        environment |= {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60"}
         # Prefill of a model so small is faster than a blend.
         environment |= {"XDG_CACHE_HOME": str(self.folder / "cache"), "LMC_LOAD_POLICY": "always", **self.variables}
         return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **options)
