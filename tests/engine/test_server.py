@@ -416,7 +416,7 @@ def test_documents_may_be_given_as_texts(server):
     behind = ask(server, asked[1], documents=texts)[1]["note"]
     assert "was not found in the prompt after the document before it" in behind
     note = ask(server, asked[1], documents=["it is not there at all"])[1]["note"]
-    assert note.startswith("lmc.documents: 'it is not there at all' is not in the prompt")
+    assert note.startswith("lmc.documents: 'it is not there at all' was not found in the prompt")
 
 
 # -- clients ----------------------------------------------------------------------------------------------------------
