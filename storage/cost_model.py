@@ -26,6 +26,8 @@ BLEND_TRIAL_CHOICES = 64
 MAX_BLEND_TRIAL_CHOICES = 4096
 # A blend must compute at most this share of the tokens that prefill would compute.
 LESS_WORK = 0.9
+# A blend must be expected to take at most this share of the time of prefill: it is approximate, and estimates err.
+LESS_TIME = 0.9
 # As long as prefill is not measured at a prompt's length, one prompt in this number is computed instead of blended.
 SURVEY_EVERY = 8
 MAX_SURVEYS = 8  # the maximum number of such prompts for each length
@@ -200,9 +202,9 @@ class CostModel:
 
         Both are measured from the start of the work to the first token of the response, so that everything counts: both
         passes, placement, attention, launches, and the engine step that follows. Loading overlaps with the blend, so
-        the longer of both counts. If no blend of about this size has been measured yet, a blend is made if it computes
-        clearly less. If prefill at this length has not been measured yet, one in `SURVEY_EVERY` prompts is computed:
-        that takes no longer than without lmc.
+        the longer of both counts. A blend has to save a tenth of the time. If no blend of about this size has been
+        measured yet, a blend is made if it computes clearly less. If prefill at this length has not been measured yet,
+        one in `SURVEY_EVERY` prompts is computed: that takes no longer than without lmc.
         """
         if policy is LoadPolicy.ALWAYS:
             return ""
@@ -216,7 +218,7 @@ class CostModel:
             if rate is None:
                 return ""
             blending = max(rate * offer.rows, self._loading(offer.records) or 0.0)
-            if blending <= prefill * offer.tokens or self._is_trial(offer.size):
+            if blending <= LESS_TIME * prefill * offer.tokens or self._is_trial(offer.size):
                 return ""
         return f"prefill takes about {prefill * offer.tokens:.3g} s, and a blend about {blending:.3g} s"
 

@@ -480,9 +480,10 @@ def is_blended(cost: CostModel, offer: BlendOffer, policy: LoadPolicy = AUTO) ->
 
 def test_a_blend_is_made_if_it_was_faster_and_left_out_if_it_was_slower() -> None:
     assert is_blended(weighed(blend=0.9), blend_of(200))
-    cost = weighed(blend=1.1)
-    why = "prefill takes about 1 s, and a blend about 1.1 s"
-    assert cost.against_blend(blend_of(200), AUTO) == why
+    for blend in (0.95, 1.1):  # Saving little is not worth an approximation.
+        cost = weighed(blend=blend)
+        why = f"prefill takes about 1 s, and a blend about {blend} s"
+        assert cost.against_blend(blend_of(200), AUTO) == why
     assert is_blended(cost, blend_of(200), LoadPolicy.ALWAYS)
 
 
