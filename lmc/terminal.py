@@ -10,10 +10,10 @@ import typer
 from rich.console import Console
 
 from lmc.errors import InputError
+from lmc.keys import MAX_TTL_SECONDS
 
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
-MAX_GIVEN_SECONDS = 100 * 365 * 86400  # times that a user gives are shorter, as in `lmc.keys.MAX_TTL_SECONDS`
 PIPE_COLUMNS = 1 << 16  # width of a file or pipe, so that lines are not wrapped
 
 
@@ -30,7 +30,7 @@ def seconds_of(text: str) -> float:
     """Return the seconds of a time such as `90`, `90s`, `30m`, `12h` or `7d`; raise `InputError` for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
     seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]] if match else 0.0
-    if not 0 < seconds < MAX_GIVEN_SECONDS:
+    if not 0 < seconds < MAX_TTL_SECONDS:
         hint = "use a number of seconds, or a number with s, m, h or d, such as 7d, below 100 years"
         raise InputError(f"invalid time {text!r}: {hint}")
     return seconds

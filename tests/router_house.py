@@ -36,7 +36,7 @@ class Served:
         return f"http://127.0.0.1:{self.port}"
 
     def end(self) -> None:
-        """Let the server begin to end."""
+        """Begin the shutdown of the server."""
         self.server.should_exit, self.server.force_exit = True, self.server.config.lifespan == "off"
 
     def call(self, work: Any) -> Any:

@@ -304,16 +304,19 @@ def test_a_value_without_its_record_is_found_and_removed(redis):
 # -- starting --------------------------------------------------------------------------------------------------------
 
 
+def do_everything(tier):
+    write(tier, K0)
+    assert read(tier, K0) == bytes(stored(meta_of(K0)))
+    assert [entry.key for entry in tier.entries()] == [K0]
+    assert tier.check() == []
+    assert tier.delete(K0)
+    tier.close()
+
+
 def test_a_user_with_few_rights_is_enough(tmp_path):
     rights = "~team:* +@read +@write +@scripting +@connection"
     with RedisServer(tmp_path, users=[f"lmc on >s3cret {rights}"]) as server:
-        tier = RedisTier(parse_redis_url(server.tcp_url(user="lmc", password="s3cret")), prefix="team")
-        write(tier, K0)
-        assert read(tier, K0) == bytes(stored(meta_of(K0)))
-        assert [entry.key for entry in tier.entries()] == [K0]
-        assert tier.check() == []
-        assert tier.delete(K0)
-        tier.close()
+        do_everything(RedisTier(parse_redis_url(server.tcp_url(user="lmc", password="s3cret")), prefix="team"))
 
 
 def test_a_user_without_one_of_these_rights_is_refused_at_the_start(tmp_path):
@@ -347,9 +350,4 @@ def test_a_user_with_few_rights_is_enough_on_a_cluster(cluster):
     cluster.client().flushall(target_nodes="primaries")
     tier = RedisTier(parse_redis_url(url_of(cluster, "few")))
     assert tier.usable
-    write(tier, K0)
-    assert read(tier, K0) == bytes(stored(meta_of(K0)))
-    assert [entry.key for entry in tier.entries()] == [K0]
-    assert tier.check() == []
-    assert tier.delete(K0)
-    tier.close()
+    do_everything(tier)

@@ -12,6 +12,7 @@ from service_fakes import arena_for, serving
 from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.documents.learn_queue import LearnQueue, Unlearned
+from lmc.documents.server import LearningEngine
 from lmc.keys import RecordKind
 from lmc.server.client.remote_learning import RemoteLearning
 from lmc.server.learning import (
@@ -93,7 +94,7 @@ def test_clients_get_some_at_a_time_and_the_oldest_are_dropped():
 
 def test_an_engine_offers_what_has_waited_and_says_each_thing_once():
     queue, got = LearnQueue(room=100), []
-    learning = RemoteLearning(queue, lambda: [ONE, TWO], lambda: True, got.append)
+    learning = RemoteLearning(LearningEngine(queue, lambda: [ONE, TWO], lambda: True, got.append))
     first = learning.news()
     assert (first.offered, first.namespaces, first.has_time) == ([], [ONE, TWO], True)
     queue.add(document(1))

@@ -2,10 +2,21 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from lmc.documents.keeper import DocumentKeeper
 from lmc.documents.known import KnownDocument
 from lmc.documents.learn_queue import LearnQueue, Unlearned
+
+
+@dataclass(frozen=True, slots=True)
+class LearningEngine:
+    """An engine that shares its queue of documents to learn with the other engines of a cache server."""
+
+    queue: LearnQueue
+    namespaces: Callable[[], Iterable[bytes]]  # returns the namespaces of the tenants that the engine knows
+    has_time: Callable[[], bool]  # While this returns true, the engine gets documents of other engines.
+    learn: Callable[[Unlearned], object]  # queues a document of another engine
 
 
 class DocumentServer(ABC):
@@ -16,18 +27,8 @@ class DocumentServer(ABC):
         """Return a keeper that sends pins and time limits to the server. `unqueue` removes a document to learn."""
 
     @abstractmethod
-    def share_learning(
-        self,
-        queue: LearnQueue,
-        namespaces: Callable[[], Iterable[bytes]],
-        has_time: Callable[[], bool],
-        learn: Callable[[Unlearned], object],
-    ) -> None:
-        """Share an engine's queue of documents to learn with the other engines of the server.
-
-        `namespaces` returns the namespaces of the tenants that the engine knows. While `has_time` returns true, the
-        engine gets documents of other engines. `learn` queues them.
-        """
+    def share_learning(self, engine: LearningEngine) -> None:
+        """Share an engine's queue of documents to learn with the other engines of the server."""
 
     @abstractmethod
     def administered_at(self, address: str, explain_token: str) -> None:

@@ -24,7 +24,7 @@ from lmc.documents.file import FILE
 from lmc.documents.keeper import DocumentKeeper, Keeper
 from lmc.documents.known import KnownDocument, KnownDocuments, document_label, parted_label
 from lmc.documents.learn_queue import LearnQueue, Unlearned
-from lmc.documents.server import DocumentServer
+from lmc.documents.server import DocumentServer, LearningEngine
 from lmc.engine.geometry import Geometry
 from lmc.engine.index import BlockChain, CacheIndex, ExactChain, NewChunk, TokenChain, find_run
 from lmc.engine.names import Names
@@ -146,7 +146,7 @@ class CacheEngine:
         """Share the queue with the other engines of a cache server, and learn their documents while `has_time()`."""
         if self.server is not None:
             namespaces = self.names.namespaces_of_documents
-            self.server.share_learning(self.learning, namespaces, has_time, self._learn_again)
+            self.server.share_learning(LearningEngine(self.learning, namespaces, has_time, self._learn_again))
 
     def unlearned(self, prompt: Sequence[int], span: Span, salt: str, name: str = "") -> Unlearned:
         """Return a document of a prompt as an entry of the queue of documents to learn."""

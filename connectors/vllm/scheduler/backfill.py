@@ -55,7 +55,7 @@ class Backfill:
     def __init__(self, setup: Setup, pending: PendingTransfers) -> None:
         self._pool, self._block_size, self._clock = setup.pool, setup.block_size, setup.clock
         self._spare = -(-setup.batch_tokens // setup.block_size)  # number of blocks that stay free for a prompt
-        self._pending = pending
+        self._pending, self._caches_prefixes = pending, setup.caches_prefixes
         self._waiting: OrderedDict[Salt, tuple[Any, Salts]] = OrderedDict()  # requests by their first salt
         self._under_way: IdleJob | None = None
         self._blends = self._follow_ups = 0.0
@@ -78,8 +78,11 @@ class Backfill:
     def add(self, request: Any, salts: Salts) -> None:
         """Queue an ended request, whose block hashes depend on `salts`.
 
-        It replaces an earlier turn of the same conversation, which has the same first salt.
+        It replaces an earlier turn of the same conversation, which has the same first salt. Without the engine's prefix
+        cache, nothing is queued.
         """
+        if not self._caches_prefixes:
+            return
         self._blends += 1
         if self._blends >= REMEMBERED:
             self._blends, self._follow_ups = self._blends / 2, self._follow_ups / 2

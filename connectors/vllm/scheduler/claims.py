@@ -51,7 +51,7 @@ class Claims:
             whole_prompt=asks,
             question_rows=question_rows if state.role is Role.BLEND else None,
             block_size=self._setup.block_size,
-            refused=state.slow,
+            refused=state.refused,
             memory_only=state.memory_only,
             lost=frozenset(state.lost),
         )
@@ -61,9 +61,9 @@ class Claims:
 
         Waiting requests hold at most half of the slots.
         """
-        plan = self._engine.plan(replace(match, local=local, refused=state.slow))
+        plan = self._engine.plan(replace(match, local=local, refused=state.refused))
         state.unknown, state.skipped, state.memory_only = plan.unknown, plan.skipped, plan.match.memory_only
-        state.slow, state.weighed = plan.match.refused, local
+        state.refused, state.weighed = plan.match.refused, local
         state.note = "; ".join(filter(None, (state.note, plan.note)))
         away = list(dict.fromkeys(piece.key for piece in plan.pieces if piece.place not in MEMORY))
         room = self._engine.store.slots // 2 - self._engine.store.held()
@@ -89,8 +89,8 @@ class Claims:
             state.weighed = local
             weighed = self._engine.without_slow_blend(plan)
             if weighed is not plan:
-                state.slow, state.skipped = weighed.match.refused, state.skipped + weighed.skipped
-                state.note = "; ".join(filter(None, (state.note, state.slow)))
+                state.refused, state.skipped = weighed.match.refused, state.skipped + weighed.skipped
+                state.note = "; ".join(filter(None, (state.note, state.refused)))
                 plan, wanted = weighed, [piece.key for piece in weighed.pieces]
         state.unknown = plan.unknown
         self._release(state, state.pins.keys() - set(wanted))

@@ -42,7 +42,7 @@ class RequestState:
     pins: dict[ChunkKey, Pin] = field(default_factory=dict)
     lost: set[ChunkKey] = field(default_factory=set)  # chunks that could not be loaded, and are not tried again
     memory_only: bool = False  # Nothing is loaded from slower tiers, because computing was expected to be faster.
-    slow: str = ""  # why the request is not blended: prefill is expected to be faster, or `REPEATED`
+    refused: str = ""  # why its documents are not reused; see `Match.refused`
     weighed: int = -1  # the number of tokens in the engine's cache when a blend was compared with prefill
     is_long: bool = False  # The engine would compute a tenth of a step or more: earlier blends go first.
     turn_since: float | None = None  # time since which the request may have waited for earlier blends

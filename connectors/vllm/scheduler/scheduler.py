@@ -120,7 +120,7 @@ class Scheduler:
             stored = match.exact[-1].stop if match.exact else 0
             state.stored_exactly = stored
             if not self._continue_own_blend(state, max(stored, self._cached(request))):
-                state.slow = REPEATED if self._repeats_blend(state) and self._weighs_blends else ""
+                state.refused = REPEATED if self._repeats_blend(state) and self._weighs_blends else ""
         self._claims.prefetch(state, match, self._cached(request))
         if state.memory_only and state.skipped:
             self.counts["loads_skipped"] += 1
@@ -145,7 +145,7 @@ class Scheduler:
 
     def _claim(self, state: RequestState, local: int) -> Plan | None:
         """Return a request's plan, whose chunks are pinned; None if the engine has to ask again in its next step."""
-        if state.is_long and self._waits_its_turn(state, local):
+        if self._waits_its_turn(state, local):
             return None
         if state.waiting_since is None:
             self._claims.wait_from_now(state)
@@ -158,7 +158,7 @@ class Scheduler:
         if plan is not None:
             tokens = request.num_tokens - plan.stop
             state.is_long = tokens * BLEND_SHARE >= self._setup.batch_tokens and not request.num_preemptions
-            if self._waits_its_turn(state, local):
+            if state.is_long and self._waits_its_turn(state, local):
                 return None
         return plan
 
@@ -186,8 +186,9 @@ class Scheduler:
 
     def _comes_before(self, request: Any, other: Any) -> bool:
         """Return whether the engine serves a request before another one that waits as well."""
-        priorities = (request.priority, other.priority) if self._setup.by_priority else (0, 0)
-        return bool((priorities[0], request.arrival_time) < (priorities[1], other.arrival_time))
+        if self._setup.by_priority and request.priority != other.priority:
+            return bool(request.priority < other.priority)
+        return bool(request.arrival_time < other.arrival_time)
 
     def _note_cached(self, state: RequestState, local: int) -> None:
         """Record how many tokens of a request the engine has, and how many of these belong to an earlier blend."""
@@ -243,13 +244,7 @@ class Scheduler:
         if not state.loading:  # Otherwise a worker may still read the chunks, and reports when it has stopped.
             self._saves.save_tail(state, blocks)
             aborted = request.status.name == "FINISHED_ABORTED"
-            if (
-                state.salts
-                and request.num_computed_tokens
-                and not aborted
-                and not self.off
-                and self._setup.caches_prefixes
-            ):
+            if state.salts and request.num_computed_tokens and not (aborted or self.off):
                 self._backfill.add(request, state.salts)
             self._forget(state)
         if state.role is Role.BLEND and request.num_computed_tokens:
@@ -263,7 +258,7 @@ class Scheduler:
             self.engine.learn_later(request.prompt_token_ids, state.unknown, state.salt)
         if state.role is Role.BLEND:
             self.counts["blends_continued"] += state.continued > 0
-            self.counts["blends_skipped"] += bool(state.slow) and state.slow != REPEATED
+            self.counts["blends_skipped"] += state.refused not in ("", REPEATED)
         facts = state.facts()
         self.recent[state.id] = facts or {}
         if len(self.recent) > RECENT:

@@ -5,9 +5,10 @@ An engine offers the documents in its learn queue, and gets documents of other e
 """
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from lmc.documents.learn_queue import LearnQueue, Unlearned
+from lmc.documents.learn_queue import Unlearned
+from lmc.documents.server import LearningEngine
 from lmc.server import messages as m
 
 MAX_OFFERED_BYTES = 1 << 20  # tokens in one message
@@ -17,15 +18,9 @@ MAX_SENT_NAMESPACES = 1024  # namespaces in one message
 class RemoteLearning:
     """One engine's side of the exchange. One thread uses it, once a second."""
 
-    def __init__(
-        self,
-        queue: LearnQueue,
-        namespaces: Callable[[], Iterable[bytes]],
-        has_time: Callable[[], bool],
-        learn: Callable[[Unlearned], object],
-    ) -> None:
+    def __init__(self, engine: LearningEngine) -> None:
         """Begin the exchange; see `DocumentServer.share_learning`."""
-        self._queue, self._namespaces, self._has_time, self._learn = queue, namespaces, has_time, learn
+        self._engine = engine
         self.begin()
 
     def begin(self) -> None:
@@ -39,7 +34,7 @@ class RemoteLearning:
 
         A document is offered after it has waited for a second, because most are learned sooner.
         """
-        waiting = set(self._queue)
+        waiting = set(self._engine.queue)
         sizes, new = 0, list[m.Offered]()
         for document in (waiting & self._queued_before) - self._exchanged:
             sizes += 4 * len(document.tokens)
@@ -49,14 +44,14 @@ class RemoteLearning:
             tokens = array("I", document.tokens).tobytes()
             new.append(m.Offered(document.namespace, tokens, document.name))
         self._queued_before, self._exchanged = waiting, self._exchanged & waiting
-        unknown = [namespace for namespace in self._namespaces() if namespace not in self._sent_namespaces][
+        unknown = [namespace for namespace in self._engine.namespaces() if namespace not in self._sent_namespaces][
             :MAX_SENT_NAMESPACES
         ]
         self._sent_namespaces.update(unknown)
-        return m.Ping(new, unknown, has_time=not waiting and self._has_time())
+        return m.Ping(new, unknown, has_time=not waiting and self._engine.has_time())
 
     def got(self, documents: Iterable[Unlearned]) -> None:
         """Queue the documents that the server sent for learning."""
         for document in documents:
             self._exchanged.add(document)
-            self._learn(document)
+            self._engine.learn(document)

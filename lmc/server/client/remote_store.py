@@ -9,7 +9,7 @@ available and all pins and reservations of the old server are released.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,7 @@ import msgspec
 import torch
 
 from lmc.documents.known import KnownDocument
-from lmc.documents.learn_queue import LearnQueue, Unlearned
-from lmc.documents.server import DocumentServer
+from lmc.documents.server import DocumentServer, LearningEngine
 from lmc.errors import ChunkLost, LmcError, StorageError, TierUnusable
 from lmc.http.address import is_local_url
 from lmc.keys import ChunkKey
@@ -194,15 +193,9 @@ class RemoteStore(ChunkStore, DocumentServer):
         """See `DocumentServer.keeper`."""
         return RemoteKeeper(self.ask_slowly, lambda: self._pinned_chunks, unqueue)
 
-    def share_learning(
-        self,
-        queue: LearnQueue,
-        namespaces: Callable[[], Iterable[bytes]],
-        has_time: Callable[[], bool],
-        learn: Callable[[Unlearned], object],
-    ) -> None:
+    def share_learning(self, engine: LearningEngine) -> None:
         """See `DocumentServer.share_learning`."""
-        self._learning = RemoteLearning(queue, namespaces, has_time, learn)
+        self._learning = RemoteLearning(engine)
 
     def administered_at(self, address: str, explain_token: str) -> None:
         """See `DocumentServer.administered_at`."""
