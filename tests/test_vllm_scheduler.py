@@ -375,9 +375,9 @@ def test_a_chunk_under_way_is_saved_once(make):
         for layer in range(LAYERS):
             for i in range(2):
                 lab.workers.pages[layer, lab.tables[request.request_id][i]] = page(PLAIN, i, layer)
-    plan = lab.step({"one": 8, "two": 8})
-    assert len(plan.saves) == 1
+    assert not lab.step({"one": 8, "two": 8}).saves
     one.num_computed_tokens = two.num_computed_tokens = 8
+    assert len(lab.step().saves) == 1
     lab.finish(one), lab.finish(two)
 
 
@@ -385,8 +385,8 @@ def test_a_chunk_is_visible_when_every_rank_has_reported_and_its_blocks_are_held
     lab = make(ranks=2)
     request = lab.arrive("one", PLAIN[:8])
     lab.admit(request)
-    plan = lab.scheduler.plan({"one": 8}, lambda name: lab.tables[name])
-    (save,) = plan.saves
+    assert not lab.scheduler.plan({"one": 8}, lambda name: lab.tables[name]).saves  # No first token waits for a copy.
+    (save,) = lab.scheduler.plan({}, lambda name: lab.tables[name]).saves
     key = page_key(lab, request.block_hashes[1])
     lab.scheduler.finished(request, [])
     lab.pool.free_blocks([lab.pool.blocks[b] for b in lab.tables["one"]])
@@ -402,7 +402,8 @@ def test_reports_of_ranks_add_up_and_one_failure_is_enough(make):
     lab = make(ranks=2)
     request = lab.arrive("one", PLAIN[:8])
     lab.admit(request)
-    (save,) = lab.scheduler.plan({"one": 8}, lambda name: lab.tables[name]).saves
+    lab.scheduler.plan({"one": 8}, lambda name: lab.tables[name])
+    (save,) = lab.scheduler.plan({}, lambda name: lab.tables[name]).saves
     merged = StepReport(done={save.job: 1}).merge(StepReport(done={save.job: 1}, failed={save.job}))
     lab.scheduler.reported(merged, set())
     assert lab.store.lookup([page_key(lab, request.block_hashes[1])]) == [None]
@@ -415,7 +416,8 @@ def test_a_window_s_missing_blocks_are_never_saved(make):
     request = lab.arrive("one", PLAIN[:16])
     lab.admit(request)
     gone, lab.tables["one"][0] = lab.tables["one"][0], 0
-    plan = lab.scheduler.plan({"one": 16}, lambda name: lab.tables[name])
+    lab.scheduler.plan({"one": 16}, lambda name: lab.tables[name])
+    plan = lab.scheduler.plan({}, lambda name: lab.tables[name])
     assert [save.blocks for save in plan.saves] == [tuple(lab.tables["one"][2:4])]
     lab.workers.step(plan, set())
     lab.scheduler.reported(StepReport(done={plan.saves[0].job: 1}), set())
@@ -762,6 +764,7 @@ def test_a_claim_is_stable_while_nothing_changes_and_follows_what_the_engine_has
     assert lab.scheduler.claim(request, 0) == 40
     assert lab.scheduler.claim(request, 8) == 0
     lab.serve("three", PLAIN)
+    lab.step()
     assert lab.scheduler.claim(request, 16) == 24
     lab.finish(request)
 

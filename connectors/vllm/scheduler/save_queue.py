@@ -1,8 +1,8 @@
 """The save queue: which chunks are saved, and which documents are learned.
 
-An exact chunk is saved when it is full, and the last blocks when the request ends. Workers copy pages after the step
-that completes them. The blocks are held until every rank has reported the copy, so that the engine does not give them
-to another request.
+An exact chunk is saved when it is full, and the last blocks when the request ends. Workers copy pages in the step after
+the one that fills them, so that the first token of a response does not wait for the copy. The blocks are held until
+every rank has reported the copy, so that the engine does not give them to another request.
 """
 
 import logging

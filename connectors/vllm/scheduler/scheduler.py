@@ -6,8 +6,8 @@ vLLM calls these methods in each engine step, in this order:
 2. `claim`: the engine asks how many tokens of a waiting request will be loaded after the tokens in its own cache.
    Chunks are pinned. While a chunk is still loading, the engine is told to ask again in the next step.
 3. `allocated`: the claim becomes a load or a blend into the blocks that the engine has allocated.
-4. `plan`: the engine has decided what it computes. Full chunks are saved, and a document may be learned. The step's
-   plan goes to the workers (`worker/`), which load, blend, learn and save a slice of it.
+4. `plan`: the engine has decided what it computes. Chunks that this step fills will be saved in the next step, and a
+   document may be learned. The step's plan goes to the workers (`worker/`), which load, blend, learn and save.
 5. `reported`: the workers report ended jobs. Saved chunks become visible, and loaded requests can run.
 6. `finished`: a request has ended. Its last blocks are saved, and its unknown documents are queued.
 7. `busy`: whether lmc needs another step although no request runs.
@@ -275,6 +275,7 @@ class Scheduler:
             self._ran = self._setup.clock()
         elif not self._blending:  # Otherwise a blended request will run.
             self.has_news = True
+        self._next.saves = self._saves.take_saves()  # those of earlier steps: no first token waits for a copy
         prefills: dict[str, Any] = {}  # requests whose prompts may be computed in this step
         for request, tokens in scheduled.items():
             state = self._states.get(request)
@@ -335,7 +336,6 @@ class Scheduler:
         """Return the plan for the workers, as far as it is known. Workers can use it after an error in `plan`."""
         plan, self._next, self._waiting_blocks = self._next, StepPlan(), 0
         plan.slab = self._introduced
-        plan.saves += self._saves.take_saves()
         return plan
 
     # -- after an error ----------------------------------------------------------------------------------------------
