@@ -508,7 +508,10 @@ def test_why_nothing_is_blended_is_said_as_it_is(make):
     lab = make()
     learn(lab, DOC_A)
     assert explained(lab, prompt(DOC_A), lmc={"blend": False})["why"] == "the request says blend: false"
-    assert explained(lab, [*DOC_A])["why"] == "there is no special string ' # # ' in the prompt"
+    why = "there is no special string ' # # ' in the prompt"
+    learn_first = ", and no document that this engine knows: learn documents with lmc learn"
+    assert explained(lab, [*DOC_A])["why"] == why + learn_first
+    assert explained(make(settings={"blend_find": "separators"}), [*DOC_A])["why"] == why
 
 
 def test_a_body_that_does_not_arrive_in_time_is_answered_408(served, monkeypatch, caplog):

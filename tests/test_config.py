@@ -61,6 +61,8 @@ def test_the_list_of_settings_is_frozen() -> None:
         "blend_recompute_ratios",
         "blend_min_tokens",
         "blend_learn",
+        "blend_find",
+        "blend_min_run",
         "admin",
         "admin_token",
         "document_events",

@@ -188,7 +188,7 @@ def test_public_names_are_frozen() -> None:
         "namespace", "token_chain", "block_chain", "documents", "document_span", "document_keys",
         "learn_later", "share_learning", "unlearned", "note", "look", "lookup",
         "plan", "without_slow_blend", "blend_offer", "layers", "stats", "begin_exact", "begin_document", "fits",
-        "capacity", "salt_of", "begin_anew", "owns",
+        "capacity", "salt_of", "begin_anew", "owns", "with_known",
         "forget_all", "close",
     }  # fmt: skip
 

@@ -2,6 +2,7 @@
 back.
 """
 
+import itertools
 import random
 import threading
 import time
@@ -21,6 +22,7 @@ from vllm_fakes import (
     LAYERS,
     PAGE,
     PLAIN,
+    QUESTION,
     SEPARATOR,
     SYSTEM,
     Adapter,
@@ -958,6 +960,111 @@ def test_kinds_of_learning_never_mix(make):
         assert lab.store.lookup(document_keys(lab, DOC_A)) == [None, None]
     alone = make(tier)
     assert all(alone.store.lookup(document_keys(alone, DOC_A)))
+
+
+# -- documents anywhere -----------------------------------------------------------------------------------------------
+
+LONG = [1000 + i for i in range(100)]
+
+
+@pytest.fixture
+def knowing(make):
+    """Makes a lab that knows the document `LONG`."""
+
+    def make_lab(**options):
+        lab = make(slots=40, longest=2048, blocks=128, **options)
+        learn(lab, LONG)
+        return lab
+
+    return make_lab
+
+
+def blended(lab, name, tokens, lmc=None, **more):
+    """The pieces of a prompt's blend: (position, tokens, position at which they were computed)."""
+    request = lab.arrive(name, tokens, lmc, **more)
+    lab.wait(lambda: lab.admit(request))
+    loads = lab.step().loads
+    lab.load(request)
+    lab.compute(request, request.num_tokens - request.num_computed_tokens)
+    request.facts = lab.finish(request)
+    return [(p.at, p.tokens, p.first) for job in loads for p in getattr(job, "documents", ())], request
+
+
+def test_a_known_document_is_reused_without_separators(knowing):
+    lab = knowing()
+    pieces, request = blended(lab, "one", [*SYSTEM, *LONG, *QUESTION])
+    assert pieces == [(5 + at, min(CHUNK, 100 - at), at) for at in range(0, 100, CHUNK)]
+    assert request.facts["found_documents"] == 1
+    assert (lab.scheduler.counts["blends"], lab.scheduler.counts["documents_known"]) == (1, 1)
+    assert lab.engine.known.list()[0].uses == 1
+
+
+@pytest.mark.parametrize(("first", "stop"), [(0, 64), (3, 70), (8, 80), (13, 97), (36, 100)])
+def test_a_part_of_a_document_is_reused_from_the_middle_of_a_chunk(knowing, first, stop):
+    lab = knowing()
+    pieces, _ = blended(lab, "one", [*SYSTEM, *LONG[first:stop], *QUESTION])
+    assert pieces[0] == (5, min(CHUNK - first % CHUNK, stop - first), first)
+    assert pieces[-1][0] + pieces[-1][1] == 5 + stop - first
+    assert all(at - 5 + first == computed for at, _, computed in pieces)
+    for piece, following in itertools.pairwise(pieces):
+        assert piece[0] + piece[1] == following[0]
+
+
+def test_short_parts_are_computed(knowing):
+    lab = knowing()
+    assert blended(lab, "one", [*SYSTEM, *LONG[10:73], *QUESTION])[0] == []
+    lab = knowing(settings={"blend_min_run": 48})
+    assert blended(lab, "one", [*SYSTEM, *LONG[10:58], *QUESTION])[0]
+
+
+@pytest.mark.parametrize("how", ["separators", "blend: false", "another tenant"])
+def test_documents_are_found_by_nobody_who_did_not_ask(knowing, how):
+    lab = knowing(settings={"blend_find": "separators"} if how == "separators" else {})
+    salt = {"cache_salt": "other"} if how == "another tenant" else {}
+    pieces, request = blended(lab, "one", [*SYSTEM, *LONG, *QUESTION], {"blend": how != "blend: false"}, **salt)
+    assert (pieces, request.facts) == ([], None)
+    assert lab.right(request, 108)
+
+
+def test_a_document_whose_ends_another_tokenization_has_changed_is_stored_once(knowing):
+    """Learned from a file, and met between separators with other tokens at its ends."""
+    lab = knowing()
+    tokens = prompt([7, *LONG[1:99], 8])
+    pieces, _ = blended(lab, "one", tokens)
+    assert (pieces[0], sum(tokens for _, tokens, _ in pieces)) == ((8, 7, 1), 98)
+    lab.settle()
+    assert len(lab.engine.known.list()) == 1
+    assert lab.scheduler.numbers()["documents_learned"] == 1
+
+
+def test_a_document_that_was_evicted_is_learned_again_where_it_is_met(knowing):
+    lab = knowing()
+    lab.engine.forget_all()
+    request = lab.serve("one", prompt([7, *LONG[1:99], 8]))
+    assert request.facts["unknown_documents"] == 1
+    lab.settle()
+    assert lab.scheduler.numbers()["documents_learned"] == 2
+
+
+def test_the_next_turn_goes_on_from_the_blend_of_a_found_document(knowing):
+    lab = knowing()
+    first = [*SYSTEM, *LONG, *QUESTION]
+    lab.serve("one", first, output=range(20))
+    lab.drop_backfills()
+    request = lab.serve("two", [*first, *range(20), *QUESTION])
+    assert request.facts["continued_tokens"] > 100
+    assert lab.scheduler.counts["blends"] == 1
+
+
+def test_unknown_text_between_separators_is_learned_though_it_quotes_a_known_document(knowing):
+    lab = knowing()
+    quoting = [*DOC_B, *LONG[:80], *DOC_A]
+    pieces, request = blended(lab, "one", prompt(quoting))
+    assert (pieces[0], sum(tokens for _, tokens, _ in pieces)) == ((7 + len(DOC_B), 8, 0), 80)
+    assert request.facts["unknown_documents"] == 1
+    lab.settle()
+    pieces, _ = blended(lab, "two", prompt(quoting, system=[3, 4]))
+    assert (pieces[0], sum(tokens for _, tokens, _ in pieces)) == ((4, 8, 0), len(quoting))
 
 
 def test_approximate_positions_are_never_saved(make):

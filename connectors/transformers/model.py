@@ -250,7 +250,8 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         if self.blends and plan.pieces:
             # The blender is faster for exact prefixes, too: after a cached prefix, transformers' attention also reads
             # masked keys.
-            logits, cache, counts = self._blended(prompt, segments.question.start, plan, policy)
+            question = max([segments.question.start, *(piece.stop for piece in plan.documents)])
+            logits, cache, counts = self._blended(prompt, question, plan, policy)
         else:
             logits, cache, counts = self._by_model(prompt, plan)
         counts |= {"unknown": len(plan.unknown), "skipped": plan.skipped, "note": plan.note}
@@ -282,6 +283,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
             return Plan(match=match)
         spans, start = ((), None) if how == "exact" else (segments.documents, segments.opening)
         documents = self.engine.documents(prompt, spans, self._salt, start=start)
+        documents = self.engine.with_known(prompt, documents, self._salt) if how in ("blend", "reuse") else documents
         chain = self.engine.token_chain(prompt, self._salt, ends=[segments.system.stop])
         return self.engine.plan(self.engine.look(replace(match, documents=documents), chain))
 

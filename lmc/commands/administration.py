@@ -63,6 +63,9 @@ def explain(
         outcome = f"reused from {places}{part}" if document["reused"] else state
         out.print(Text(f"\ndocument {number}, {counted(size, 'token')} from {document['start']} on: {outcome}"))
         out.print(Text(f"  {document['text']!r}"))
+        if document["known"]:
+            first, name = document["first"], document["name"] or document["known"][:SHOWN_ID_DIGITS]
+            out.print(Text(f"  equal to tokens {first} to {first + size} of {name}"))
         if document["why"]:
             out.print(Text(f"  why: {document['why']}"))
         if document["nearest"]:

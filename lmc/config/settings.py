@@ -143,6 +143,8 @@ class Settings(BaseModel):
     )
     blend_min_tokens: Whole = Field(256, ge=0, description="a whole number of tokens from 0 on")
     blend_learn: bool = Field(True, description="true or false")
+    blend_find: Literal["known", "separators"] = Field("known", description="known or separators")
+    blend_min_run: Whole = Field(64, ge=48, description="a whole number of tokens from 48 on")
 
     # Administration
     admin: Annotated[str | None, BeforeValidator(_optional)] = Field(

@@ -1,7 +1,7 @@
 """The documents that an engine knows: those it has learned, found in prompts, or found on its disk at the start.
 
-`lmc documents` lists them, and `lmc explain` compares with them. They do not decide what is reused: the store does,
-chunk by chunk.
+`lmc documents` lists them, `lmc explain` compares with them, and an engine finds them in prompts. They do not decide
+what is reused: the store does, chunk by chunk.
 """
 
 import base64
@@ -9,7 +9,7 @@ import threading
 import time
 import zlib
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
@@ -17,6 +17,7 @@ from heapq import nlargest
 import numpy as np
 
 from lmc.background import Background
+from lmc.documents.finder import DocumentFinder, FoundRun
 from lmc.keys import ChunkKey
 
 COMPARED_DOCUMENTS = 64  # documents per batch of the first comparison
@@ -59,13 +60,19 @@ class KnownDocument:
 class KnownDocuments:
     """All known documents. Any thread may call any method."""
 
-    def __init__(self, background: Background | None = None) -> None:
-        """Create an empty collection. With a `background`, long work makes way for the engine's steps."""
+    def __init__(self, background: Background | None = None, *, finds: bool = False) -> None:
+        """Create an empty collection. With a `background`, long work makes way for the engine's steps.
+
+        With `finds`, documents can be found in prompts.
+        """
         self._background = background or Background()
         self._documents: OrderedDict[str, KnownDocument] = OrderedDict()  # least recently used first
         self._forgettable: OrderedDict[str, None] = OrderedDict()  # ids in the same order, without kept ones
         self._by_tenant: dict[str, dict[str, KnownDocument]] = {}
         self._tokens = 0
+        self._finds = finds
+        self._finders: defaultdict[bytes, DocumentFinder[KnownDocument]] = defaultdict(DocumentFinder)  # by namespace
+        self._new: defaultdict[bytes, list[KnownDocument]] = defaultdict(list)  # documents that the finder lacks
         self._mutex = threading.Lock()
 
     def note(
@@ -86,6 +93,8 @@ class KnownDocuments:
                 document = KnownDocument(namespace, array("I", tokens), tuple(keys), model=model, tenant=tenant)
                 self._documents[name] = self._by_tenant.setdefault(tenant, {})[name] = document
                 self._tokens += len(tokens)
+                if self._finds:
+                    self._new[namespace].append(document)
             elif (model or tenant) and not (document.model or document.tenant):  # Older records have neither.
                 self._by_tenant[""].pop(name)
                 document.model, document.tenant = model, tenant
@@ -99,6 +108,8 @@ class KnownDocuments:
                 if not self._documents[oldest].kept:
                     forgotten = self._documents.pop(oldest)
                     self._tokens -= len(forgotten.tokens)
+                    if self._finds:
+                        self._finder(forgotten.namespace).remove(forgotten)
                     self._by_tenant[forgotten.tenant].pop(oldest)
                     if not self._by_tenant[forgotten.tenant]:
                         del self._by_tenant[forgotten.tenant]
@@ -129,6 +140,8 @@ class KnownDocuments:
             self._documents.clear()
             self._forgettable.clear()
             self._by_tenant.clear()
+            self._finders.clear()
+            self._new.clear()
             self._tokens = 0
 
     def get(self, name: str) -> KnownDocument | None:
@@ -155,6 +168,17 @@ class KnownDocuments:
     def with_tokens(self, tokens: "array[int]") -> Sequence[KnownDocument]:
         """Return the documents of all namespaces that have exactly these tokens."""
         return [document for document in self._background.gently(self.list()) if document.tokens == tokens]
+
+    def find(self, namespace: bytes, tokens: Sequence[int], min_run: int) -> Sequence[FoundRun[KnownDocument]]:
+        """Return the runs of a namespace's documents in a prompt; see `DocumentFinder.find`."""
+        with self._mutex:
+            return self._finder(namespace).find(tokens, min_run)
+
+    def prepare(self) -> None:
+        """Index all new documents now, so that the next prompt does not wait for it."""
+        with self._mutex:
+            for namespace in list(self._new):
+                self._finder(namespace)
 
     def nearest(self, tokens: Sequence[int], namespace: bytes) -> KnownDocument | None:
         """Return the most similar document of a namespace: its Jaccard index with `tokens` is greatest and above 0.5.
@@ -183,6 +207,12 @@ class KnownDocuments:
         ]
         share, best = max(shares, key=lambda document: document[0], default=(0.0, None))
         return best if share > 0.5 else None
+
+    def _finder(self, namespace: bytes) -> DocumentFinder[KnownDocument]:
+        """Return the finder of a namespace, with its new documents."""
+        finder = self._finders[namespace]
+        finder.insert(self._new.pop(namespace, ()))
+        return finder
 
 
 def _common_share(first: set[int], second: set[int]) -> float:

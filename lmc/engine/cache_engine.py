@@ -21,6 +21,7 @@ from lmc.blend.segments import Span
 from lmc.config.settings import Settings
 from lmc.copies import settle
 from lmc.documents.file import FILE
+from lmc.documents.finder import SEAM, FoundRun
 from lmc.documents.keeper import DocumentKeeper, Keeper
 from lmc.documents.known import KnownDocument, KnownDocuments, document_label, parted_label
 from lmc.documents.learn_queue import LearnQueue, Unlearned
@@ -28,7 +29,7 @@ from lmc.documents.server import DocumentServer, LearningEngine
 from lmc.engine.geometry import Geometry
 from lmc.engine.index import BlockChain, CacheIndex, ExactChain, NewChunk, TokenChain, find_run
 from lmc.engine.names import Names
-from lmc.engine.pieces import Piece
+from lmc.engine.pieces import Piece, trim
 from lmc.engine.planner import DocumentMatch, Match, Plan, blend_offer, choose_plan, without_slow_blend
 from lmc.errors import ChunkLost
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds, document_keys, tenant_of
@@ -68,7 +69,8 @@ class CacheEngine:
         self.learning = LearnQueue(self.store.slots * self.chunk_size)
         self.recalled: dict[ChunkKey, str] = {}  # `NewChunk.details` of the records on disk
         self.background = Background()
-        self.known = KnownDocuments(self.background)
+        self._finds = settings.enable_blending and settings.blend_find == "known"
+        self.known = KnownDocuments(self.background, finds=self._finds)
         self._recall()
         self.keeper = self._open_keeper()
         self.store.trim()  # only now, because it must know which documents are pinned
@@ -104,6 +106,46 @@ class CacheEngine:
             start = Span(self._text_start(prompt), start.stop)
             found.insert(0, self._document(prompt, start, namespace, learnable=False))
         return tuple(found)
+
+    def with_known(
+        self, prompt: Sequence[int], documents: Sequence[DocumentMatch], salt: str = ""
+    ) -> tuple[DocumentMatch, ...]:
+        """Return the documents of a prompt, and the known documents or parts of them that it has anywhere.
+
+        A document that is known with other tokens at its ends becomes the known one, so that it is stored once.
+        """
+        if not self._finds:
+            return tuple(documents)
+        namespace = self.namespace(RecordKind.DOCUMENT, salt)
+        found = [self._run(prompt, run) for run in self.known.find(namespace, prompt, self.settings.blend_min_run)]
+        by_name = {(one.span, one.pieces[-1].key) for one in documents if one.pieces}
+        runs = [run for run in found if (run.span, run.pieces[-1].key) not in by_name]
+        by_start, kept = {run.span.start: run for run in runs}, list[DocumentMatch]()
+        for document in documents:
+            same = next((run for run in _near(document, by_start) if _is_same(document, run)), None)
+            if same is None:
+                kept.append(document)
+            else:  # It is learned again if the known one has been evicted.
+                by_start[same.span.start] = replace(same, learnable=document.learnable)
+        return tuple(sorted((*kept, *by_start.values()), key=lambda one: one.span.start))
+
+    def _run(self, prompt: Sequence[int], run: FoundRun[KnownDocument]) -> DocumentMatch:
+        """Return a run of a known document in a prompt, not looked up yet."""
+        document, before = run.document, len(self.prefix)
+        start = run.at - run.first  # where the document would begin
+        exact = start == before and self._begins(prompt)
+        pieces = [
+            Piece.whole(RecordKind.DOCUMENT, key, stop - first, start + first, before + first, None, exact=exact)
+            for key, (first, stop) in zip(
+                document.keys, chunk_bounds(len(document.tokens), self.chunk_size), strict=True
+            )
+        ]
+        return DocumentMatch(
+            span=Span(run.at, run.at + run.tokens),
+            pieces=tuple(trim(pieces, run.at, run.at + run.tokens)),
+            learnable=False,
+            known=document,
+        )
 
     def document_span(self, prompt: Sequence[int]) -> Span:
         """Return the document of a prompt that consists of one document, with or without the tokens of `prefix`."""
@@ -159,7 +201,9 @@ class CacheEngine:
         namespace, noted = self.namespace(RecordKind.DOCUMENT, salt), []
         model, tenant = self.names.model, tenant_of(salt)
         for document in documents:
-            if tokens := prompt[document.span.start : document.span.stop]:
+            if document.known is not None:
+                self.known.use(document.known.keys[-1:])
+            elif tokens := prompt[document.span.start : document.span.stop]:
                 keys = [piece.key for piece in document.pieces]
                 noted.append(self.known.note(namespace, tokens, keys, used=used, model=model, tenant=tenant))
         return noted
@@ -395,3 +439,16 @@ class CacheEngine:
                     self.index.recall(meta.kind, meta.key, meta.tokens, label)
                     if details:
                         self.recalled[meta.key] = details
+        self.known.prepare()
+
+
+def _near(document: DocumentMatch, by_start: Mapping[int, DocumentMatch]) -> Iterable[DocumentMatch]:
+    """Return the runs that begin where a document of a prompt begins, or at most `SEAM` tokens before or after it."""
+    starts = range(document.span.start - SEAM, document.span.start + SEAM + 1)
+    return (by_start[start] for start in starts if start in by_start)
+
+
+def _is_same(document: DocumentMatch, run: DocumentMatch) -> bool:
+    """Return whether a document of a prompt is a whole known document, except for tokens at its end."""
+    assert run.known is not None
+    return len(run.span) >= len(run.known.tokens) - 2 * SEAM and abs(document.span.stop - run.span.stop) <= SEAM

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lmc.documents.known import PREVIEW_CHARACTERS, KnownDocument
 from lmc.engine.cache_engine import CacheEngine
@@ -23,6 +24,9 @@ class Explanation:
     chunks: int  # number of its chunks, stored or not
     reused: bool  # also True if only its stored part is reused
     why: str  # why it is not reused, or not completely; empty if it is reused completely
+    known: str = ""  # id of the known document to which these tokens are equal; empty between separators
+    name: str = ""  # its name
+    first: int = 0  # its token at which they begin
     nearest: str = ""  # id of the most similar known document, if the document itself is unknown
     differs_at: int = -1  # the document's first token that differs from the nearest document's
 
@@ -42,7 +46,9 @@ def explain(
         there = tuple(place for place in places if place is not None)
         reused = bool(planned.intersection(piece.key for piece in document.pieces)) and not refused
         why, nearest, differs = "", "", -1
-        if len(there) < len(places):
+        if document.known is not None and len(there) < len(places):
+            why = _why_gone(engine, [document.known], document.known.namespace)
+        elif len(there) < len(places):
             why = _why_known_no_more(engine, prompt, document, salt)
             near = None if why else engine.known.nearest(tokens, engine.namespace(RecordKind.DOCUMENT, salt))
             if near is not None:
@@ -51,16 +57,24 @@ def explain(
             why = why or _why_never_known(engine)
         elif not reused:
             why = refused or plan.note or "it lies in the beginning of the prompt, which is reused exactly"
-        if not document.learnable and not there:
+        if not document.learnable and not there and not document.known:
             continue  # The system text: it may be a document, but rarely is.
         text = decode(tokens[:PREVIEW_CHARACTERS])[:PREVIEW_CHARACTERS]
         found.append(
             Explanation(
                 start=document.span.start, stop=document.span.stop, text=text, places=there, chunks=len(places),
-                reused=reused, why=why, nearest=nearest, differs_at=differs,
+                reused=reused, why=why, nearest=nearest, differs_at=differs, **_known(engine, document)
             )
         )  # fmt: skip
     return found
+
+
+def _known(engine: CacheEngine, document: DocumentMatch) -> dict[str, Any]:
+    """Return the facts about the known document to which a part of a prompt is equal."""
+    if document.known is None:
+        return {}
+    first = document.pieces[0].first - len(engine.prefix)
+    return {"known": document.known.id, "name": document.known.name, "first": first}
 
 
 def _why_known_no_more(engine: CacheEngine, prompt: Sequence[int], document: DocumentMatch, salt: str) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import dropwhile, takewhile
 
 from lmc.blend.segments import Span
+from lmc.documents.known import KnownDocument
 from lmc.engine.pieces import Piece, trim
 from lmc.keys import ChunkKey
 from lmc.storage.cost_model import BlendOffer, CostModel, LoadPolicy, Offer
@@ -20,11 +21,12 @@ from lmc.storage.places import MEMORY
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentMatch:
-    """A document of a prompt, with the tiers of its chunks."""
+    """A document of a prompt, or a part of one, with the tiers of its chunks."""
 
     span: Span
-    pieces: tuple[Piece, ...]  # all chunks of the document, stored or not
+    pieces: tuple[Piece, ...]  # all chunks of the span, stored or not
     learnable: bool = True  # False for text that may not be a document
+    known: KnownDocument | None = None  # the document to which tokens were found equal, token by token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +93,7 @@ def make_plan(match: Match) -> Plan:
     """Return the plan that uses everything that a match allows."""
     behind = (piece for piece in match.exact if piece.stop > match.local)  # The engine's own tokens need no piece.
     exact = trim(takewhile(match.usable, behind), match.local, match.exact_stop)
-    pieces = [piece for document in match.documents for piece in filter(match.usable, document.pieces)]
+    pieces = _document_pieces(match)
     for piece in pieces:
         reach = max(match.local, _stop(exact))
         if piece.exact and piece.at <= reach:
@@ -115,6 +117,17 @@ def make_plan(match: Match) -> Plan:
         unknown=unknown,
         note="" if explained else refused,
     )
+
+
+def _document_pieces(match: Match) -> list[Piece]:
+    """Return the usable pieces of documents. A document between separators goes before parts that overlap it."""
+    pieces, taken = list[Piece](), bytearray(match.prompt)
+    for document in sorted(match.documents, key=lambda document: document.known is not None):
+        for piece in filter(match.usable, document.pieces):
+            if document.known is None or taken.find(1, piece.at, piece.stop) < 0:
+                pieces.append(piece)
+                taken[piece.at : piece.stop] = b"\1" * piece.tokens
+    return sorted(pieces, key=lambda piece: piece.at)
 
 
 def choose_plan(match: Match, size_of: Callable[[Piece], int], cost: CostModel, policy: LoadPolicy) -> Plan:

@@ -41,6 +41,7 @@ SETTINGS = {
     "enable_blending": True,
     "max_local_cpu_size": 0.25,
     "blend_min_tokens": 16,
+    "blend_find": "separators",  # most tests say themselves where documents are
     "chunk_size": 128,
     "load_policy": "always",  # models this small are computed faster than loaded
 }

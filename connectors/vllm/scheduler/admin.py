@@ -131,8 +131,10 @@ class Administration:
         state = Roles(self._setup, Counter(), quiet=True).classify(request)
         refused = self._setup.refused or state.note
         if state.role is Role.EXACT and not refused:
-            special = f"there is no special string {self._engine.settings.blend_special_str!r} in the prompt"
-            refused = "the request says blend: false" if state.policy and not state.blends else special
+            nothing = f"there is no special string {self._engine.settings.blend_special_str!r} in the prompt"
+            if self._engine.settings.blend_find == "known":
+                nothing += ", and no document that this engine knows: learn documents with lmc learn"
+            refused = "the request says blend: false" if state.policy and not state.blends else nothing
         size, hashes = self._setup.block_size, request.block_hashes
         local = min(cached_blocks(self._setup.pool, hashes), (len(prompt) - 1) // size) * size
         plan, documents = None, []

@@ -139,6 +139,7 @@ class RequestState:
             "tokens_from": dict(self.sources),
             "skipped_tokens": self.skipped,
             "continued_tokens": self.continued,
+            "found_documents": sum(document.known is not None for document in self.documents),
             "unknown_documents": len(self.unknown),
             "note": self.note,
         }

@@ -77,7 +77,8 @@ class Roles:
     def _find_role(self, state: RequestState, options: Options) -> None:
         request = state.request
         asked = bool(options.learn) or (options.blend and options.documents is not None)
-        if not asked and not (self._setup.blends and options.blend and self._setup.markers):
+        searched = self._setup.markers is not None or self._setup.settings.blend_find == "known"
+        if not asked and not (self._setup.blends and options.blend and searched):
             return
         assert state.policy is not None
         if request.prompt_token_ids is not None:  # Without token ids, the request has only prompt embeddings.
@@ -102,9 +103,12 @@ class Roles:
             spans, start, state.question = segments.documents, segments.opening, segments.question.start
             if options.learn and not state.question:  # Without separators, the prompt is one document.
                 spans = (self._setup.engine.document_span(prompt),)
+        engine, start = self._setup.engine, None if options.learn else start
+        state.documents = engine.documents(prompt, spans, state.salt, start=start)
+        if self._setup.blends and options.blend and not options.learn and options.documents is None:
+            state.documents = engine.with_known(prompt, state.documents, state.salt)
+            state.question = max([state.question, *(one.span.stop for one in state.documents if one.known)])
         state.question = min(state.question, len(prompt) - 1)  # Without a question, the last token is the question.
-        start = None if options.learn else start
-        state.documents = self._setup.engine.documents(prompt, spans, state.salt, start=start)
 
     def _spans_of(self, prompt: Sequence[int], documents: Sequence[Span | str]) -> tuple[Span, ...]:
         """Return the spans of documents, given as spans or texts. Raises `InputError` if the prompt lacks a text."""

@@ -248,7 +248,7 @@ class Scheduler:
                 self._backfill.add(request, state.salts)
             self._forget(state)
         if state.role is Role.BLEND and request.num_computed_tokens:
-            documents, unknown = [one for one in state.documents if one.learnable], set(state.unknown)
+            documents, unknown = [one for one in state.documents if one.learnable or one.known], set(state.unknown)
             stored = [one for one in documents if one.span not in unknown]
             self.counts["documents_known"] += len(stored)
             self.counts["documents_unknown"] += len(documents) - len(stored)

@@ -1,0 +1,187 @@
+"""Known documents are found wherever they stand, and nothing that was not compared is ever found."""
+
+import random
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from amount import some
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lmc.documents.finder import BLOCK, STRIDE, WHOLE, DocumentFinder
+from lmc.documents.known import KnownDocuments
+from lmc.keys import document_keys
+
+
+@dataclass(eq=False)
+class Text:
+    tokens: array
+
+    @classmethod
+    def of(cls, tokens):
+        return cls(array("I", tokens))
+
+
+def texts(dice, count, length=400):
+    return [Text.of(dice.choices(range(100_000), k=length)) for _ in range(count)]
+
+
+def knowing(documents):
+    finder = DocumentFinder()
+    finder.insert(documents)
+    return finder
+
+
+def places(finder, prompt, min_run=64):
+    """What is found, after a look at every token of it."""
+    runs, end = finder.find(prompt, min_run), 0
+    for run in runs:
+        assert (
+            list(prompt[run.at : run.at + run.tokens])
+            == run.document.tokens[run.first : run.first + run.tokens].tolist()
+        )
+        assert run.at >= end
+        end = run.at + run.tokens
+    return [(run.at, run.document, run.first, run.tokens) for run in runs]
+
+
+def test_whole_documents_are_found_with_anything_around_them():
+    dice = random.Random(0)
+    one, two, three = texts(dice, 3)
+    finder = knowing([one, two, three])
+    prompt = [5, *two.tokens, 6, 7, *one.tokens, *three.tokens]
+    assert places(finder, prompt) == [(1, two, 0, 400), (403, one, 0, 400), (803, three, 0, 400)]
+
+
+@pytest.mark.parametrize("lost", [(0, 0), (1, 0), (0, 1), (2, 2)])
+@pytest.mark.parametrize("length", [WHOLE, WHOLE + 4, 47, 63, 64, 100])
+def test_a_document_is_found_whose_ends_the_tokenizer_has_joined_with_other_text(length, lost):
+    (document,) = texts(random.Random(length), 1, length)
+    inner = document.tokens[lost[0] : length - lost[1]]
+    found = places(knowing([document]), [1, 2, 3, *inner, 4, 5])
+    assert found == ([(3, document, lost[0], len(inner))] if len(inner) >= WHOLE else [])
+
+
+@pytest.mark.parametrize("first", [0, 1, 31, 32, 33, 250])
+@pytest.mark.parametrize("count", [63, 64, 65, 100])
+def test_parts_are_found_from_min_run_tokens_on(first, count):
+    (document,) = texts(random.Random(1), 1)
+    prompt = [7, *document.tokens[first : first + count], 8]
+    assert places(knowing([document]), prompt) == ([(1, document, first, count)] if count >= 64 else [])
+
+
+def test_every_run_that_contains_a_block_is_found():
+    (document,) = texts(random.Random(2), 1, 1000)
+    finder, count = knowing([document]), BLOCK + STRIDE - 1
+    for first in range(1000 - count - 3):
+        assert places(finder, document.tokens[first : first + count], WHOLE) == [(0, document, first, count)]
+
+
+def test_of_a_thousand_versions_of_a_page_each_is_found_but_for_its_own_token():
+    """An finder keeps few holders of a block. A version whose token is in no block is found as parts of others."""
+    dice = random.Random(3)
+    (page,) = texts(dice, 1, 500)
+    versions = []
+    for number in range(1000):
+        tokens = page.tokens[:]
+        tokens[dice.randrange(500)] = 200_000 + number
+        versions.append(Text.of(tokens))
+    finder = knowing(versions)
+    for version in dice.sample(versions, 40):
+        found = places(finder, [1, *version.tokens, 2])
+        assert found == [(1, version, 0, 500)] or sum(count for *_, count in found) >= 500 - 2 * 64
+
+
+def test_of_two_documents_that_overlap_in_a_prompt_the_longer_run_stays_whole():
+    dice = random.Random(4)
+    (long,) = texts(dice, 1, 300)
+    short = Text.of([*long.tokens[250:], *dice.choices(range(100_000), k=150)])
+    prompt = [*long.tokens, *short.tokens[50:]]
+    assert places(knowing([long, short]), prompt) == [(0, long, 0, 300), (300, short, 50, 150)]
+    assert places(knowing([long, short]), prompt, 200) == [(0, long, 0, 300)]
+
+
+def test_a_removed_document_is_not_found_and_can_come_back_any_number_of_times():
+    dice = random.Random(5)
+    documents = texts(dice, 50)
+    finder = knowing(documents)
+    for _ in range(20):
+        gone = dice.choice(documents)
+        finder.remove(gone)
+        finder.remove(gone)
+        assert (places(finder, gone.tokens), len(finder)) == ([], 49)
+        finder.insert([gone])
+        assert places(finder, gone.tokens) == [(0, gone, 0, 400)]
+    for document in documents[1:]:
+        finder.remove(document)
+    assert places(finder, [*documents[1].tokens, *documents[0].tokens]) == [(400, documents[0], 0, 400)]
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 4, 5, 7, 16])
+def test_a_prompt_of_one_repeated_phrase_is_searched_in_bounded_time(period, monkeypatch):
+    """A line of dashes is no document, and each of its windows would be a hit in each line of dashes."""
+    compared = []
+    monkeypatch.setattr("lmc.documents.finder._runs_at", lambda *args: compared.append(args) or [])
+    phrase = [7 + i for i in range(period)]
+    finder = knowing([Text.of((phrase * 400)[: 300 + i]) for i in range(100)])
+    finder.find((phrase * 16_000)[:16_000])
+    assert len(compared) <= 64 + 16_000 // 64
+
+
+def test_the_finder_keeps_to_its_size():
+    documents = texts(random.Random(6), 3000)
+    assert knowing(documents).bytes <= 300 * len(documents)
+
+
+def test_short_documents_and_short_prompts_are_no_error():
+    finder = knowing([Text.of([]), Text.of(range(WHOLE - 1)), Text.of(range(WHOLE))])
+    assert len(finder) == 1
+    assert finder.find([], 64) == finder.find(range(WHOLE - 1), 64) == []
+    assert DocumentFinder().find(range(100), 64) == []
+
+
+@settings(max_examples=some(300), deadline=None, suppress_health_check=[HealthCheck.large_base_example])
+@given(st.randoms(use_true_random=False), st.integers(1, 4))
+def test_nothing_is_left_that_a_search_at_every_shift_would_find(dice, count):
+    """Documents have much in common, and prompts are made of parts of them."""
+    source = dice.choices(range(1000), k=600)
+    starts = [dice.randrange(500) for _ in range(count)]
+    documents = [
+        Text.of([*source[at : at + dice.randrange(40, 300)], *dice.choices(range(1000), k=9)]) for at in starts
+    ]
+    prompt = []
+    while len(prompt) < 600:
+        part, start = dice.choice(documents).tokens, dice.randrange(100)
+        prompt += [*part[start : start + dice.randrange(200)], *dice.choices(range(1000), k=dice.randrange(5))]
+    finder = DocumentFinder()
+    for document in documents:
+        finder.insert([document])
+    rest = np.array(prompt, np.int64)
+    for at, _, _, length in places(finder, prompt):
+        rest[at : at + length] = -1
+    for document in documents:
+        tokens = np.array(document.tokens, np.int64)
+        for shift in range(-len(tokens) + 1, len(rest)):
+            start, stop = max(0, shift), min(len(rest), shift + len(tokens))
+            equal = rest[start:stop] == tokens[start - shift : stop - shift]
+            assert max(map(len, equal.tobytes().split(b"\0"))) < 64
+
+
+def test_known_documents_are_found_in_their_own_namespace_until_they_are_forgotten(monkeypatch):
+    dice = random.Random(8)
+    known, mine, yours = KnownDocuments(finds=True), b"mine", b"yours"
+    first, second = (text.tokens for text in texts(dice, 2))
+    for namespace, tokens in ((mine, first), (yours, second)):
+        known.note(namespace, tokens, document_keys(namespace, tokens, 256))
+    prompt = [*first, *second]
+    assert [(run.at, run.tokens) for run in known.find(mine, prompt, 64)] == [(0, 400)]
+    assert [(run.at, run.tokens) for run in known.find(yours, prompt, 64)] == [(400, 400)]
+    assert known.find(b"another", prompt, 64) == []
+    monkeypatch.setattr("lmc.documents.known.MAX_KNOWN_TOKENS", 800)
+    known.note(mine, second, document_keys(mine, second, 256))
+    assert known.find(mine, first, 64) == []
+    assert [run.tokens for run in known.find(mine, second, 64)] == [400]
+    known.clear()
+    assert known.find(mine, second, 64) == []
