@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from common import closing_line, parser
-from quality.cases import FILLERS, REAL_TASK, SMALL_TASK, WORDS, cases, load
+from quality.cases import FILLERS, JOINS, REAL_TASK, SEPARATED, SMALL_TASK, WORDS, cases, load
 from quality.measure import Lab
 from quality.page import write_page
 from quality.rows import MEAN, Rows, summary
@@ -50,6 +50,9 @@ def main() -> int:
     arguments.add_argument("--words", choices=WORDS, default="held-out", help="of made prompts")
     arguments.add_argument(
         "--inside", action="store_true", help="made facts stand inside of their documents, and not first"
+    )
+    arguments.add_argument(
+        "--joined", choices=[SEPARATED, *JOINS], default=SEPARATED, help="how the documents of made prompts are joined"
     )
     arguments.add_argument("--prompts", type=int, default=24, help="of each task")
     arguments.add_argument("--matrix", action="store_true", help="all ways, and not only the default and the presets")
@@ -106,7 +109,7 @@ def measure(rows: Rows, options: Any, settings: Settings) -> None:
         cached, tokenizer = load(tasks[0], settings)
         lab, seen = Lab(cached, tokenizer, settings), dict.fromkeys(tasks, 0)
         made, special = (options.size, options.words, options.prompts), settings.blend_special_str
-        for case in cases(tasks, tokenizer, special, *made, inside=options.inside):
+        for case in cases(tasks, tokenizer, special, *made, inside=options.inside, joined=options.joined):
             seen[case.task] += 1
             rounded = not (is_small or options.default)
             missing = rows.missing(case.key, [*wanted, *([ROUNDED] if rounded else [])])

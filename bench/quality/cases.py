@@ -1,9 +1,11 @@
 """The prompts that ways are compared on, as tokens: made ones, real questions, and those of the small shipped model."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from find import TEMPLATES
 
 from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
@@ -12,6 +14,12 @@ from lmc.demo.pretrained import smollm2
 from lmc.demo.questions import Collection, PromptBuilder, Prompts, read_collection
 from quality.tasks import DEVELOPMENT, HELD_OUT, TASKS, Draw
 
+# How the documents of a made prompt are joined, if not by separators. With `parts`, the learned documents are longer.
+JOINS: Mapping[str, Callable[[Sequence[str]], str]] = {
+    name: TEMPLATES[template]
+    for name, template in (("newlines", "stuff"), ("numbers", "numbered"), ("xml", "xml"), ("parts", "stuff"))
+}
+SEPARATED = "separators"
 SYSTEM = "You answer questions from the documents that you are given."
 REAL_TASK, SMALL_TASK = "real", "small"
 DOCUMENTS = 6  # of a made prompt
@@ -31,6 +39,7 @@ class Case:
     question: str
     prompt: list[int]
     accepted: tuple[str, ...]  # right answers
+    learned: list[int]  # a prompt whose documents are learned; without separators in `prompt`, another one
     answer: list[int] | None  # the right answer as tokens, after which predictions are compared; None: full prefill's
 
     @property
@@ -50,15 +59,24 @@ def load(task: str, settings: Settings) -> tuple[CachedModel, Any]:
 
 
 def cases(
-    tasks: Sequence[str], tokenizer: Any, special: str, size: str, words: str, count: int, *, inside: bool = False
+    tasks: Sequence[str],
+    tokenizer: Any,
+    special: str,
+    size: str,
+    words: str,
+    count: int,
+    *,
+    inside: bool = False,
+    joined: str = SEPARATED,
 ) -> Iterator[Case]:
     """Yield `count` prompts of each task, or as many as it has; a prompt of each task in turn.
 
-    With `inside`, what made documents have to say stands inside of them, and not at their beginnings.
+    With `inside`, what made documents have to say stands inside of them, and not at their beginnings. `joined` says
+    how made documents are joined: by separators, or by a name of `JOINS`.
     """
     builder = PromptBuilder(tokenizer, SYSTEM, special)
     sources = [
-        _asked(task, tokenizer, special) if task in ASKED else _made(builder, task, size, words, inside)
+        _asked(task, tokenizer, special) if task in ASKED else _made(builder, task, size, words, inside, joined)
         for task in tasks
     ]
     for _ in range(count):
@@ -89,22 +107,34 @@ def _asked(task: str, tokenizer: Any, special: str) -> Iterator[Case]:
             name=question.question,
             question=f"{question.question} {question.lead}",
             prompt=example.prompt,
+            learned=example.prompt,
             accepted=example.accepted,
             answer=None,
         )
 
 
-def _made(builder: PromptBuilder, task: str, size: str, words: str, inside: bool) -> Iterator[Case]:
+def _made(builder: PromptBuilder, task: str, size: str, words: str, inside: bool, joined: str) -> Iterator[Case]:
     number = 0
+    variant = ", ".join(filter(None, (size, words, "inside" * inside, joined if joined != SEPARATED else "")))
     while True:
         item = TASKS[task](Draw(WORDS[words], f"{task} {number}", DOCUMENTS, FILLERS[size], inside=inside))
-        documents = [builder.encode(document) for document in item.documents]
+        pages = item.documents
+        if joined == "parts":  # Each document stands between two of another prompt.
+            other = TASKS[task](Draw(WORDS[words], f"{task} {number} around", DOCUMENTS, FILLERS[size])).documents
+            around = zip(other, item.documents, [*other[1:], other[0]], strict=True)
+            pages = ["\n\n".join(page) for page in around]
+        learned = builder.prompt([builder.encode(page) for page in pages], item.question, item.lead)
+        prompt = learned
+        if joined != SEPARATED:
+            before, after = builder.around(item.question, item.lead)
+            prompt = builder.encode(f"{before}\n\n{JOINS[joined](item.documents)}\n\n{after}")
         yield Case(
             task=task,
-            variant=f"{size}, {words}{', inside' if inside else ''}",
+            variant=variant,
             name=str(number),
             question=f"{item.question} {item.lead}",
-            prompt=builder.prompt(documents, item.question, item.lead),
+            prompt=prompt,
+            learned=learned,
             accepted=(item.answer,),
             answer=builder.encode(" " + item.answer),
         )

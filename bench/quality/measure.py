@@ -111,7 +111,7 @@ class Lab:
         """
         plain, prompt = self._models["none"], case.prompt
         for behind in {way.behind for way in ways}:
-            self._models[behind].learn_documents(prompt)
+            self._models[behind].learn_documents(case.learned)
         done = plain.prefill(prompt, "full")
         said = greedy_answer(plain, prompt, done, TOKENS)
         answer = case.answer or said

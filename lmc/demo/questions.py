@@ -181,13 +181,18 @@ class PromptBuilder:
         if not getattr(self._tokenizer, "chat_template", None):
             question_tokens = self.encode(f"{question} {lead}".strip())
             return join(self._tokenizer.encode(self._system), documents, question_tokens, self._separator)
+        before, after = self.around(question, lead)
+        return join(self.encode(before), documents, self.encode(after), self._separator)
+
+    def around(self, question: str, lead: str) -> tuple[str, str]:
+        """Return the text before and after the documents, in the model's chat template."""
         content = f"Here are the documents.{DOCUMENTS_MARK}Question: {question}"
         chat = [{"role": "system", "content": self._system}, {"role": "user", "content": content}]
         if "system" not in str(self._tokenizer.chat_template):
             chat = [{"role": "user", "content": f"{self._system} {content}"}]
         text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         before, after = text.split(DOCUMENTS_MARK)
-        return join(self.encode(before), documents, self.encode(after + lead), self._separator)
+        return before, after + lead
 
 
 class Prompts:
