@@ -5,6 +5,7 @@ includes the last blank. Each of these token sequences is a variant.
 """
 
 import itertools
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,12 +19,23 @@ from lmc.blend.turn_headers import (
     added_tokens,
     common_prefix,
     longest_first,
+    occurrences,
 )
 from lmc.errors import InputError
 
+log = logging.getLogger(__name__)
+
 # Pairs of texts around a separator. A tokenizer treats both alike, and they share no token next to the separator.
-BEFORE = ("a", "b"), ("a.", "a,"), ("a\n", "a\t")
-AFTER = ("a", "b"), ("A", "B"), (" a", " b"), ("\n", "\t")
+ALIKE_BEFORE = ("a", "b"), ("a.", "a,"), ("a\n", "a\t")
+ALIKE_AFTER = ("a", "b"), ("A", "B"), (" a", " b"), ("\n", "\t")
+# What may stand before and after a separator. Pretokenizers join it with punctuation and line breaks.
+SPACES = "", " ", "\n", "\n\n", "\r\n"
+BEFORE = (
+    "a", "a.", "a,", "a:", "a;", "a!", "a?", 'a"', "a'", "a)", "a]", "a}", "a>", "a*", "a`", "a|", "a-", "a。", "12",
+)  # fmt: skip
+AFTER = "a", "A", '"', "(", "[", "{", "<", "-", "*", "`", "|", "1"
+# First words of texts that some tokenizers join with the separator before them. No sequence can be found for these.
+FIRST_WORDS = "The", "This", "In", "if", "import", "include", "define", "from", "def", "class", "user"
 # Names of tokens that only chat templates write, such as <|user|> and <tool_call|>, with or without the special flag.
 MARKER_NAME = re.compile(r"<[|\uff5c].*>|<.*[|\uff5c]>", re.DOTALL)
 
@@ -41,6 +53,13 @@ class Markers:
     def of(cls, tokenizer: Any, special_string: str) -> "Markers":
         """Return the markers of a transformers or vLLM tokenizer. Raises `InputError` as `separator_variants` does."""
         separators = separator_variants(tokenizer.encode, tokenizer.decode, special_string)
+        if lost := _lost_between(tokenizer.encode, separators, special_string):
+            log.warning(
+                "blend_special_str %r is not found in %r with this tokenizer: use %r, also in prompts",
+                special_string,
+                lost,
+                f" {special_string.strip()} ",
+            )
         special = special_tokens(tokenizer)
         turns = TurnHeaders.of(tokenizer, special)
         return cls(
@@ -56,23 +75,48 @@ def separator_variants(
 ) -> Variants:
     """Return every token sequence to which the separator can be encoded, longest first.
 
-    `encode` may or may not add special tokens. Raises `InputError` if the separator has no tokens of its own.
+    A sequence may contain white space and a punctuation mark of the text around it. `encode` may or may not add special
+    tokens. Raises `InputError` if the separator has no tokens of its own.
     """
     bare = special_string.strip()
     start = common_prefix(encode("a"), encode("b"))  # special tokens before every text, such as BOS
     texts = special_string, bare, " " + bare, bare + " "
-    variants = {tuple(encode(text)[start:]) for text in texts}
-    variants |= {tokens_inside(encode, *parts) for parts in itertools.product(BEFORE, texts, AFTER)}
-    # Drop variants that lack a part of the separator because a token joins it with an adjacent character.
-    complete = [
-        variant
-        for variant in variants
-        if bare and decode(list(variant)).replace(SENTENCE_PIECE_BLANK, " ").split() == bare.split()
-    ]
-    if not complete:
+    inside = {tuple(encode(text)[start:]) for text in texts}
+    inside |= {tokens_inside(encode, *parts) for parts in itertools.product(ALIKE_BEFORE, texts, ALIKE_AFTER)}
+    # Drop sequences that lack a part of the separator because a token joins it with an adjacent character.
+    variants = {one for one in inside if decode([*one]).replace(SENTENCE_PIECE_BLANK, " ").split() == bare.split()}
+    spaced = list(dict.fromkeys(before + bare + after for before in SPACES for after in SPACES))
+    around = [*itertools.product(BEFORE, spaced, ("a",)), *itertools.product(("a",), spaced, AFTER)]
+    around += itertools.product(BEFORE, (bare,), AFTER)
+    variants |= {_joined(encode("".join(parts)), decode, bare) for parts in around} - {()}
+    if not bare or not variants:
         wrong = f"the special string {special_string!r} has no tokens of its own"
         raise InputError(f"{wrong}; set blend_special_str to another string")
-    return longest_first(complete)
+    return longest_first(variants)
+
+
+def _lost_between(encode: Callable[[str], Tokens], variants: Variants, special_string: str) -> str:
+    """Return an example of a text in which the separator is not found; an empty text without one."""
+    around = itertools.product(BEFORE, (special_string,), (*AFTER, *FIRST_WORDS))
+    return next((text for text in map("".join, around) if not any(occurrences(encode(text), variants))), "")
+
+
+def _joined(tokens: Tokens, decode: Callable[[list[int]], str], bare: str) -> tuple[int, ...]:
+    """Return the fewest tokens that contain the separator `bare`, and white space or a mark of the text around it.
+
+    Returns no tokens if these have other characters of that text as well.
+    """
+
+    def text(start: int, stop: int) -> str:
+        return decode(list(tokens[start:stop])).replace(SENTENCE_PIECE_BLANK, " ")
+
+    if not bare or bare not in text(0, len(tokens)):
+        return ()
+    stop = next(stop for stop in range(1, len(tokens) + 1) if bare in text(0, stop))
+    start = next(start for start in reversed(range(stop)) if bare in text(start, stop))
+    before, _, after = text(start, stop).partition(bare)
+    marks = before.strip(), after.strip()
+    return () if any(len(mark) > 1 or mark.isalnum() for mark in marks) else tuple(tokens[start:stop])
 
 
 def special_tokens(tokenizer: Any) -> frozenset[int]:

@@ -1,5 +1,6 @@
 """Documents are found in prompts as applications write them, with tokenizers that join texts at their seams."""
 
+import functools
 import random
 import sys
 from pathlib import Path
@@ -7,6 +8,10 @@ from types import ModuleType
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from lmc.blend.markers import Markers, separator_variants
+from lmc.blend.turn_headers import occurrences
 
 BENCH = Path(__file__).parents[1] / "bench"
 # As Llama 3, Qwen, DeepSeek and gpt-oss split texts: punctuation takes the newlines after it.
@@ -43,6 +48,51 @@ def trained(texts: dict[str, list[str]]) -> Tokenizer:
     return tokenizer
 
 
+# Separators as people write them, around documents that begin and end with all kinds of characters.
+FORMS = [
+    "{a} # # {b}", "{a}\n# #\n{b}", "{a}\n\n# #\n\n{b}", "{a} # #\n{b}", "{a} # #\n\n{b}", "{a}\n # # {b}",
+    "{a}\r\n# #\r\n{b}", "{a}# # {b}", "{a} # #{b}", "{a}# #{b}",
+]  # fmt: skip
+ENDS = [
+    "The cat sat.", "def f(x):\n    return x", "東京は大きい。大阪も。", '"Quoted text"', "- item one\n- item two",
+    "number 12", "<p>html</p>", "كلمة أخرى،", "(in brackets)", "`code`",
+]  # fmt: skip
+
+
+def lost(tokenizer: Tokenizer, find: ModuleType) -> list[str]:
+    """Texts with a separator that is not found."""
+    encode = functools.partial(find.tokens_of, tokenizer)
+    variants = separator_variants(encode, tokenizer.decode, " # # ")
+    texts = [form.format(a=a, b=b) for form in FORMS for a in ENDS for b in ENDS]
+    return [text for text in texts if len(list(occurrences(encode(text), variants))) != 1]
+
+
+def served(find: ModuleType, name: str) -> Tokenizer:
+    file = find.TOKENIZERS / name / "tokenizer.json"
+    if not file.exists():
+        pytest.skip("run `make tokenizers`")
+    return Tokenizer.from_file(str(file))
+
+
+def test_separators_are_found_on_their_own_line_and_next_to_punctuation(find, trained) -> None:
+    assert lost(trained, find) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SERVED)
+def test_separators_are_found_with_the_tokenizers_of_served_models(find, name) -> None:
+    assert lost(served(find, name), find) == []
+
+
+def test_a_special_string_that_texts_swallow_is_named_at_the_start(trained, caplog) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained)
+    Markers.of(tokenizer, " # # ")
+    assert caplog.text == ""
+    Markers.of(tokenizer, "doc_")
+    assert "blend_special_str 'doc_' is not found in 'adoc_" in caplog.text
+    assert "use ' doc_ ', also in prompts" in caplog.text
+
+
 def test_documents_are_found_in_every_template_and_kind_of_text(find, texts, trained) -> None:
     shares = find.share_found(trained, texts)
     poor = {(name, kind): share for name, of in shares.items() for kind, share in of.items() if share < 0.97}
@@ -52,10 +102,7 @@ def test_documents_are_found_in_every_template_and_kind_of_text(find, texts, tra
 @pytest.mark.long
 @pytest.mark.parametrize("name", SERVED)
 def test_documents_are_found_with_the_tokenizers_of_served_models(find, texts, name) -> None:
-    file = find.TOKENIZERS / name / "tokenizer.json"
-    if not file.exists():
-        pytest.skip("run `make tokenizers`")
-    shares = find.share_found(Tokenizer.from_file(str(file)), texts)
+    shares = find.share_found(served(find, name), texts)
     poor = {(name, kind): share for name, of in shares.items() for kind, share in of.items() if share < 0.975}
     assert {name for name, _ in poor} == {"json"}
 
