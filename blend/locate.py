@@ -1,67 +1,62 @@
-"""Finds a text among the tokens of a prompt, whatever surrounds it.
+"""Finds given texts among the tokens of a prompt, whatever surrounds them.
 
-A tokenizer may join the first and the last characters of a text with the adjacent text. The words between them always
-have the same tokens.
+A tokenizer may join the first and the last characters of a text with the adjacent text. The tokens between them are the
+same in all surroundings.
 """
 
-import re
+import json
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from lmc.blend.markers import tokens_inside
 from lmc.blend.segments import Span
-from lmc.blend.turn_headers import Tokens
+from lmc.blend.turn_headers import Tokens, common_prefix
 
-MAX_WORD_TOKENS = 32  # maximum number of tokens of a text's first or last word
-MAX_MATCHES = 100  # maximum number of matches that are checked, because the engine makes no step meanwhile
+BEFORE, AFTER = ("a ", "a\n", 'a"'), (" b", "\nb", '"b')  # surroundings that pretokenizers treat differently
+MIN_TOKENS = 4  # minimum number of tokens that a text has in all surroundings
 
 
-def find_text(
-    prompt: "array[int]",
-    text: str,
-    encode: Callable[[str], Tokens],
-    decode: Callable[[list[int]], str],
-    start: int = 0,
-) -> Span | None:
-    """Return the first occurrence of a text in a prompt from `start` on. Returns None without one.
+def inner_tokens(encode: Callable[[str], Tokens], text: str) -> tuple[int, ...]:
+    """Return the tokens of a text that do not depend on the text around it. White space around the text is ignored."""
+    text = text.strip()
+    tokens = encode(BEFORE[0] + text + AFTER[0])
+    others_before = (encode(before + text + AFTER[0]) for before in BEFORE[1:])
+    others_after = (encode(BEFORE[0] + text + after) for after in AFTER[1:])
+    start = max(len(tokens) - common_prefix(tokens[::-1], other[::-1]) for other in others_before)
+    stop = min(common_prefix(tokens, other) for other in others_after)
+    return tuple(tokens[start:stop])
 
-    A text of fewer than 3 words is never found. The prompt is an array of 4-byte unsigned integers (`"I"`).
+
+def find_texts(prompt: "array[int]", texts: Iterable[Tokens]) -> list[list[Span]]:
+    """Return where each text is in a prompt, given by its `inner_tokens`. Earlier texts win; spans do not overlap.
+
+    A text of fewer than `MIN_TOKENS` tokens is not found. The prompt is an array of 4-byte unsigned integers (`"I"`).
     """
-    parts = re.fullmatch(r"\s*(\S+)(\s.*\S)\s+(\S+)\s*", text, re.DOTALL)
-    if parts is None:
-        return None
-    first, inner, last = parts.groups()
-    core = tokens_inside(encode, ("a", "b"), inner, (" a", "\nb"))
-    for at in islice(_places(prompt, core, start), MAX_MATCHES):
-        begin = _extend_left(prompt, at, first, decode)
-        end = None if begin is None or begin < start else _extend_right(prompt, at + len(core), last, decode)
-        if begin is not None and end is not None:
-            return Span(begin, end)
-    return None
+    taken, found = bytearray(len(prompt)), []
+    for tokens in texts:
+        free = []
+        for at in _places(prompt, tokens) if len(tokens) >= MIN_TOKENS else ():
+            stop = at + len(tokens)
+            if taken.find(1, at, stop) < 0:
+                taken[at:stop] = b"\1" * len(tokens)
+                free.append(Span(at, stop))
+        found.append(free)
+    return found
 
 
-def _places(prompt: "array[int]", core: Tokens, start: int) -> Iterator[int]:
-    """Yield the positions of the tokens `core` in a prompt. `bytes.find` takes time linear in the prompt's length."""
-    text, pattern, size = prompt.tobytes(), array("I", core).tobytes(), prompt.itemsize
-    at = text.find(pattern, size * start) if pattern else -1
+def why_missing(prompt: str, text: str) -> str:
+    """Return why a text is not among a prompt's tokens, from the prompt's own text."""
+    if len(text.split()) > 1 and " ".join(text.split()) in " ".join(prompt.split()) and text.strip() not in prompt:
+        return "it has other white space in the prompt"
+    if json.dumps(text.strip())[1:-1] in prompt or json.dumps(text.strip(), ensure_ascii=False)[1:-1] in prompt:
+        return "it is too short to be found" if text.strip() in prompt else "it is escaped as JSON in the prompt"
+    return "it is not in the prompt"
+
+
+def _places(prompt: "array[int]", tokens: Sequence[int]) -> Iterator[int]:
+    """Yield the positions of `tokens` in a prompt. `bytes.find` takes time linear in the prompt's length."""
+    text, pattern, size = prompt.tobytes(), array("I", tokens).tobytes(), prompt.itemsize
+    at = text.find(pattern)
     while at >= 0:
         if at % size == 0:
             yield at // size
         at = text.find(pattern, at + 1)
-
-
-def _extend_left(prompt: Sequence[int], at: int, word: str, decode: Callable[[list[int]], str]) -> int | None:
-    """Return the last position `begin` so that the text of the tokens `[begin, at)` contains a word."""
-    if word not in decode(list(prompt[max(0, at - MAX_WORD_TOKENS) : at])):
-        return None
-    begins = range(at - 1, max(-1, at - MAX_WORD_TOKENS - 1), -1)
-    return next((begin for begin in begins if word in decode(list(prompt[begin:at]))), None)
-
-
-def _extend_right(prompt: Sequence[int], at: int, word: str, decode: Callable[[list[int]], str]) -> int | None:
-    """Return the first position `end` so that the text of the tokens `[at, end)` contains a word."""
-    if word not in decode(list(prompt[at : at + MAX_WORD_TOKENS])):
-        return None
-    ends = range(at + 1, min(len(prompt), at + MAX_WORD_TOKENS) + 1)
-    return next((end for end in ends if word in decode(list(prompt[at:end]))), None)

@@ -40,6 +40,8 @@ from lmc.storage.stats import StoreStats
 from lmc.storage.store import Store
 from lmc.storage.tiers.record import RecordMeta
 
+SHORTER = 8  # A document that is given as a text may lack its first and its last word, of at most this many tokens.
+
 
 class CacheEngine:
     """The chunks of one model, for all tenants."""
@@ -443,12 +445,13 @@ class CacheEngine:
 
 
 def _near(document: DocumentMatch, by_start: Mapping[int, DocumentMatch]) -> Iterable[DocumentMatch]:
-    """Return the runs that begin where a document of a prompt begins, or at most `SEAM` tokens before or after it."""
-    starts = range(document.span.start - SEAM, document.span.start + SEAM + 1)
+    """Return the runs that begin near a document of a prompt."""
+    starts = range(document.span.start - SHORTER, document.span.start + SEAM + 1)
     return (by_start[start] for start in starts if start in by_start)
 
 
 def _is_same(document: DocumentMatch, run: DocumentMatch) -> bool:
     """Return whether a document of a prompt is a whole known document, except for tokens at its end."""
     assert run.known is not None
-    return len(run.span) >= len(run.known.tokens) - 2 * SEAM and abs(document.span.stop - run.span.stop) <= SEAM
+    whole = len(run.span) >= len(run.known.tokens) - 2 * SEAM
+    return whole and -SEAM <= run.span.stop - document.span.stop <= SHORTER

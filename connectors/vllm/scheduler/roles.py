@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from lmc.blend.locate import find_text
+from cachetools import LRUCache
+
+from lmc.blend.locate import find_texts, inner_tokens, why_missing
 from lmc.blend.markers import Markers
 from lmc.blend.segments import Span, has_turns, split
 from lmc.blend.strategies import BLIND_REUSE
@@ -29,6 +31,7 @@ class Roles:
     def __init__(self, setup: Setup, counts: "Counter[str]", *, quiet: bool = False) -> None:
         self._setup, self._counts, self._quiet = setup, counts, quiet
         self.told: set[str] = set()
+        self._texts: LRUCache[str, tuple[int, ...]] = LRUCache(MOST_TEXTS)  # tokens of texts that requests have named
 
     def classify(self, request: Any) -> RequestState:
         """Return the state of a new request, with its role and its documents."""
@@ -96,7 +99,7 @@ class Roles:
         prompt, start = state.request.prompt_token_ids, None
         spans: tuple[Span, ...] | None = None
         if options.documents is not None:
-            spans = self._spans_of(prompt, options.documents)
+            spans = self._spans_of(state, options.documents)
             state.question = spans[-1].stop if spans else 0
         else:
             segments = split(prompt, self._setup.markers or Markers(separators=()))
@@ -105,31 +108,37 @@ class Roles:
                 spans = (self._setup.engine.document_span(prompt),)
         engine, start = self._setup.engine, None if options.learn else start
         state.documents = engine.documents(prompt, spans, state.salt, start=start)
-        if self._setup.blends and options.blend and not options.learn and options.documents is None:
+        by_position = any(isinstance(given, Span) for given in options.documents or ())
+        if self._setup.blends and options.blend and not options.learn and not by_position:
             state.documents = engine.with_known(prompt, state.documents, state.salt)
             state.question = max([state.question, *(one.span.stop for one in state.documents if one.known)])
         state.question = min(state.question, len(prompt) - 1)  # Without a question, the last token is the question.
 
-    def _spans_of(self, prompt: Sequence[int], documents: Sequence[Span | str]) -> tuple[Span, ...]:
-        """Return the spans of documents, given as spans or texts. Raises `InputError` if the prompt lacks a text."""
-        spans: list[Span] = []
-        packed = array("I", prompt)
-        if sum(isinstance(given, str) for given in documents) > MOST_TEXTS:
+    def _spans_of(self, state: RequestState, documents: Sequence[Span | str]) -> tuple[Span, ...]:
+        """Return the spans of documents, given as spans or as texts. A text that is not in the prompt is noted."""
+        texts = [given for given in documents if isinstance(given, str)]
+        if not texts:
+            return tuple(given for given in documents if isinstance(given, Span))
+        tokenizer, prompt = self._setup.tokenizer, state.request.prompt_token_ids
+        if len(texts) > MOST_TEXTS:
             raise InputError(
                 f"lmc.documents: a prompt may name {MOST_TEXTS} texts at most; give the others as positions"
             )
-        for given in documents:
-            found: Span | None = given if isinstance(given, Span) else None
-            if isinstance(given, str):
-                tokenizer, behind = self._setup.tokenizer, spans[-1].stop if spans else 0
-                if tokenizer is None:
-                    raise InputError("lmc.documents as texts need a tokenizer, which this engine does not have")
-                found = find_text(packed, given, tokenizer.encode, tokenizer.decode, behind)
-            if found is None:
-                wrong = f"lmc.documents: {reprlib.repr(given)} was not found in the prompt after the document before it"
-                raise InputError(f"{wrong}, or has fewer than 3 words: give [start, stop] instead")
-            spans.append(found)
-        return tuple(spans)
+        if tokenizer is None:
+            raise InputError("lmc.documents as texts need a tokenizer, which this engine does not have")
+        found = find_texts(array("I", prompt), [self._inner_tokens(text) for text in texts])
+        missing = [text for text, spans in zip(texts, found, strict=True) if not spans]
+        if missing:
+            why = why_missing(tokenizer.decode(list(prompt)), missing[0])
+            state.note = f"lmc.documents: {reprlib.repr(missing[0])} was not found: {why}"
+            if len(missing) > 1:
+                state.note += f"; {len(missing) - 1} more of {len(texts)} texts were not found"
+        return tuple(sorted((span for spans in found for span in spans), key=lambda span: span.start))
+
+    def _inner_tokens(self, text: str) -> tuple[int, ...]:
+        if text not in self._texts:
+            self._texts[text] = inner_tokens(self._setup.tokenizer.encode, text)
+        return self._texts[text]
 
     def _why_not(self, state: RequestState, learn: bool) -> str:
         """Return why a request to blend or to learn has to be served exactly; an empty string if it does not."""
