@@ -6,16 +6,18 @@ same in all surroundings.
 
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 from lmc.blend.segments import Span
 from lmc.blend.turn_headers import Tokens, common_prefix
 
 BEFORE, AFTER = ("a ", "a\n", 'a"'), (" b", "\nb", '"b')  # surroundings that pretokenizers treat differently
 MIN_TOKENS = 4  # minimum number of tokens that a text has in all surroundings
+MAX_PLACES = 100  # maximum number of places of one text, because the engine makes no step meanwhile
 
 
-def inner_tokens(encode: Callable[[str], Tokens], text: str) -> tuple[int, ...]:
+def inner_tokens(encode: Callable[[str], Tokens], text: str) -> "array[int]":
     """Return the tokens of a text that do not depend on the text around it. White space around the text is ignored."""
     text = text.strip()
     tokens = encode(BEFORE[0] + text + AFTER[0])
@@ -23,18 +25,18 @@ def inner_tokens(encode: Callable[[str], Tokens], text: str) -> tuple[int, ...]:
     others_after = (encode(BEFORE[0] + text + after) for after in AFTER[1:])
     start = max(len(tokens) - common_prefix(tokens[::-1], other[::-1]) for other in others_before)
     stop = min(common_prefix(tokens, other) for other in others_after)
-    return tuple(tokens[start:stop])
+    return array("I", tokens[start:stop])
 
 
-def find_texts(prompt: "array[int]", texts: Iterable[Tokens]) -> list[list[Span]]:
+def find_texts(prompt: "array[int]", texts: "Iterable[array[int]]") -> list[list[Span]]:
     """Return where each text is in a prompt, given by its `inner_tokens`. Earlier texts win; spans do not overlap.
 
-    A text of fewer than `MIN_TOKENS` tokens is not found. The prompt is an array of 4-byte unsigned integers (`"I"`).
+    A text of fewer than `MIN_TOKENS` tokens is not found. All arrays have 4-byte unsigned integers (`"I"`).
     """
     taken, found = bytearray(len(prompt)), []
     for tokens in texts:
         free = []
-        for at in _places(prompt, tokens) if len(tokens) >= MIN_TOKENS else ():
+        for at in islice(_places(prompt, tokens), MAX_PLACES) if len(tokens) >= MIN_TOKENS else ():
             stop = at + len(tokens)
             if taken.find(1, at, stop) < 0:
                 taken[at:stop] = b"\1" * len(tokens)
@@ -45,16 +47,19 @@ def find_texts(prompt: "array[int]", texts: Iterable[Tokens]) -> list[list[Span]
 
 def why_missing(prompt: str, text: str) -> str:
     """Return why a text is not among a prompt's tokens, from the prompt's own text."""
-    if len(text.split()) > 1 and " ".join(text.split()) in " ".join(prompt.split()) and text.strip() not in prompt:
+    text = text.strip()
+    if text in prompt:
+        return "it is too short, or its tokens are different in the prompt"
+    if " ".join(text.split()) in " ".join(prompt.split()):
         return "it has other white space in the prompt"
-    if json.dumps(text.strip())[1:-1] in prompt or json.dumps(text.strip(), ensure_ascii=False)[1:-1] in prompt:
-        return "it is too short to be found" if text.strip() in prompt else "it is escaped as JSON in the prompt"
+    if any(json.dumps(text, ensure_ascii=ascii)[1:-1] in prompt for ascii in (True, False)):
+        return "it is escaped as JSON in the prompt"
     return "it is not in the prompt"
 
 
-def _places(prompt: "array[int]", tokens: Sequence[int]) -> Iterator[int]:
+def _places(prompt: "array[int]", tokens: "array[int]") -> Iterator[int]:
     """Yield the positions of `tokens` in a prompt. `bytes.find` takes time linear in the prompt's length."""
-    text, pattern, size = prompt.tobytes(), array("I", tokens).tobytes(), prompt.itemsize
+    text, pattern, size = prompt.tobytes(), tokens.tobytes(), prompt.itemsize
     at = text.find(pattern)
     while at >= 0:
         if at % size == 0:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lmc.blend import segments
-from lmc.blend.locate import find_texts, inner_tokens, why_missing
+from lmc.blend.locate import MAX_PLACES, find_texts, inner_tokens, why_missing
 from lmc.blend.markers import Markers
 from lmc.blend.segments import Span, document_tokens, join, split, without_separators
 from lmc.commands.chat_template import with_documents
@@ -158,16 +158,21 @@ def test_texts_are_found_wherever_they_stand_in_any_order(tokenizer, before: str
 
 def test_a_text_that_is_there_twice_is_found_twice_and_spans_do_not_overlap() -> None:
     prompt = array("I", [1, 5, 6, 7, 8, 2, 5, 6, 7, 8, 9, 3])
-    assert find_texts(prompt, [(5, 6, 7, 8)]) == [[Span(1, 5), Span(6, 10)]]
-    assert find_texts(prompt, [(5, 6, 7, 8, 9), (5, 6, 7, 8), (7, 8, 9, 3)]) == [[Span(6, 11)], [Span(1, 5)], []]
-    assert find_texts(prompt, [(), (5, 6, 7), (256, 0, 0, 0)]) == [[], [], []]  # nor at bytes between two tokens
+
+    def places(*texts: tuple[int, ...]) -> list[list[Span]]:
+        return find_texts(prompt, [array("I", text) for text in texts])
+
+    assert places((5, 6, 7, 8)) == [[Span(1, 5), Span(6, 10)]]
+    assert places((5, 6, 7, 8, 9), (5, 6, 7, 8), (7, 8, 9, 3)) == [[Span(6, 11)], [Span(1, 5)], []]
+    assert places((), (5, 6, 7), (256, 0, 0, 0)) == [[], [], []]  # nor at bytes between two tokens
+    assert len(find_texts(array("I", [5] * 9000), [array("I", [5] * 4)])[0]) <= MAX_PLACES
 
 
 def test_why_a_text_is_missing() -> None:
     text = 'one "line"\n  and the next'
     assert why_missing("what? " + text.replace("\n ", ""), text) == "it has other white space in the prompt"
     assert why_missing('[{"text": "one \\"line\\"\\n  and the next"}]', text) == "it is escaped as JSON in the prompt"
-    assert why_missing("b", "b") == "it is too short to be found"
+    assert why_missing("b", "b") == "it is too short, or its tokens are different in the prompt"
     assert why_missing("something else", text) == "it is not in the prompt"
 
 

@@ -22,6 +22,7 @@ from lmc.keys import check_tokens
 
 log = logging.getLogger(__name__)
 
+MOST_REMEMBERED = 1 << 19  # maximal number of tokens of texts that are kept
 MOST_TEXTS = 1000  # maximal number of texts to search for in a prompt; the engine cannot make a step during the search
 
 
@@ -31,7 +32,8 @@ class Roles:
     def __init__(self, setup: Setup, counts: "Counter[str]", *, quiet: bool = False) -> None:
         self._setup, self._counts, self._quiet = setup, counts, quiet
         self.told: set[str] = set()
-        self._texts: LRUCache[str, tuple[int, ...]] = LRUCache(MOST_TEXTS)  # tokens of texts that requests have named
+        # The inner tokens of texts that requests have named, by the text.
+        self._texts: LRUCache[str, array[int]] = LRUCache(MOST_REMEMBERED, getsizeof=len)
 
     def classify(self, request: Any) -> RequestState:
         """Return the state of a new request, with its role and its documents."""
@@ -108,8 +110,8 @@ class Roles:
                 spans = (self._setup.engine.document_span(prompt),)
         engine, start = self._setup.engine, None if options.learn else start
         state.documents = engine.documents(prompt, spans, state.salt, start=start)
-        by_position = any(isinstance(given, Span) for given in options.documents or ())
-        if self._setup.blends and options.blend and not options.learn and not by_position:
+        by_text = any(isinstance(given, str) for given in options.documents or ())
+        if self._setup.blends and options.blend and not options.learn and (options.documents is None or by_text):
             state.documents = engine.with_known(prompt, state.documents, state.salt)
             state.question = max([state.question, *(one.span.stop for one in state.documents if one.known)])
         state.question = min(state.question, len(prompt) - 1)  # Without a question, the last token is the question.
@@ -135,10 +137,13 @@ class Roles:
                 state.note += f"; {len(missing) - 1} more of {len(texts)} texts were not found"
         return tuple(sorted((span for spans in found for span in spans), key=lambda span: span.start))
 
-    def _inner_tokens(self, text: str) -> tuple[int, ...]:
-        if text not in self._texts:
-            self._texts[text] = inner_tokens(self._setup.tokenizer.encode, text)
-        return self._texts[text]
+    def _inner_tokens(self, text: str) -> "array[int]":
+        tokens = self._texts.get(text)
+        if tokens is None:
+            tokens = inner_tokens(self._setup.tokenizer.encode, text)
+            if len(tokens) <= MOST_REMEMBERED:
+                self._texts[text] = tokens
+        return tokens
 
     def _why_not(self, state: RequestState, learn: bool) -> str:
         """Return why a request to blend or to learn has to be served exactly; an empty string if it does not."""
