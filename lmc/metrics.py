@@ -83,11 +83,11 @@ OF_REQUESTS = (  # A vLLM server counts all of them; `Prefills` of the transform
 SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
 SHARE_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 TOKEN_BUCKETS = (0.0, 64.0, 256.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 131072.0)
-HISTOGRAMS = (  # of requests to a vLLM server; the label `way` is full, exact, blend or learn
-    Name("ttft_seconds", "time from a request's arrival to its first token", ("way",), buckets=SECONDS_BUCKETS),
-    Name("load_seconds", "time in which workers loaded or blended a request's KV", ("way",), buckets=SECONDS_BUCKETS),
+HISTOGRAMS = (  # of requests to a vLLM server; the label `mode` is full, exact, blend or learn
+    Name("ttft_seconds", "time from a request's arrival to its first token", ("mode",), buckets=SECONDS_BUCKETS),
+    Name("load_seconds", "time in which workers loaded or blended a request's KV", ("mode",), buckets=SECONDS_BUCKETS),
     Name("budget", "share of the reused tokens that a blend recomputed", buckets=SHARE_BUCKETS),
-    Name("reused_tokens", "tokens of a prompt whose KV came from the store", ("way",), buckets=TOKEN_BUCKETS),
+    Name("reused_tokens", "tokens of a prompt whose KV came from the store", ("mode",), buckets=TOKEN_BUCKETS),
 )
 
 NAMES = {name.name: name for name in (*OF_STORES, *OF_REQUESTS, *HISTOGRAMS)}

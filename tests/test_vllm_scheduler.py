@@ -1446,7 +1446,7 @@ def test_a_load_and_a_blend_are_spans_of_their_requests(make):
     assert all(isinstance(fact, str | int | float) for fact in about.values())
 
 
-def test_times_and_shares_of_requests_are_observed_by_way(make):
+def test_times_and_shares_of_requests_are_observed_by_mode(make):
     lab = make()
     lab.serve("full", list(range(1, 17)), output=[5, 6])
     lab.forget_prefixes()
@@ -1455,13 +1455,13 @@ def test_times_and_shares_of_requests_are_observed_by_way(make):
     lab.serve("blend", prompt(DOC_A, DOC_B), output=[5, 6, 7])
     found = lab.scheduler.take_observed()
     assert {key: len(times) for key, times in found.items() if key.startswith("ttft_seconds")} == {
-        f"ttft_seconds|{way}": 1 for way in ("full", "exact", "blend")
+        f"ttft_seconds|{mode}": 1 for mode in ("full", "exact", "blend")
     }
     assert all(0 <= seconds < 60 for seconds in found["ttft_seconds|blend"])
     assert found["reused_tokens|full"] == [0]
     assert found["reused_tokens|exact"] == [16]
     assert found["reused_tokens|blend"] == [len(DOC_A)]
-    assert {len(found[f"load_seconds|{way}"]) for way in ("exact", "blend")} == {1}
+    assert {len(found[f"load_seconds|{mode}"]) for mode in ("exact", "blend")} == {1}
     assert lab.scheduler.take_observed() == {}
     counts = lab.scheduler.numbers()
     assert (counts["documents_known"], counts["documents_unknown"], counts["documents_learned"]) == (1, 1, 1)

@@ -80,12 +80,12 @@ def test_what_was_observed_becomes_histograms():
         "lmc requests": 3,
     }
     metrics.observe(joined.data)
-    assert value("ttft_seconds_count", way="blend") == 2
-    assert value("ttft_seconds_sum", way="blend") == pytest.approx(0.8)
-    assert value("ttft_seconds_bucket", way="blend", le="0.25") == 1
-    assert value("ttft_seconds_bucket", way="full", le="5.0") == 1
+    assert value("ttft_seconds_count", mode="blend") == 2
+    assert value("ttft_seconds_sum", mode="blend") == pytest.approx(0.8)
+    assert value("ttft_seconds_bucket", mode="blend", le="0.25") == 1
+    assert value("ttft_seconds_bucket", mode="full", le="5.0") == 1
     metrics_of(0)
-    assert value("ttft_seconds_count", way="blend") is None
+    assert value("ttft_seconds_count", mode="blend") is None
 
 
 def test_numbers_get_vllm_s_labels_and_ours():
@@ -182,11 +182,11 @@ def test_what_may_still_happen_is_there_as_zero(lab):
 
 
 @pytest.mark.long
-def test_requests_are_observed_by_way_and_blends_with_their_budget(lab):
-    ways = {way: value("ttft_seconds_count", model=lab.model, way=way) for way in ("full", "learn", "blend")}
-    assert ways == {"full": 1, "learn": len(DOCUMENTS), "blend": 1}
-    assert value("load_seconds_count", model=lab.model, way="blend") == 1
-    assert value("reused_tokens_sum", model=lab.model, way="blend") == sum(map(len, DOCUMENTS))
+def test_requests_are_observed_by_mode_and_blends_with_their_budget(lab):
+    modes = {mode: value("ttft_seconds_count", model=lab.model, mode=mode) for mode in ("full", "learn", "blend")}
+    assert modes == {"full": 1, "learn": len(DOCUMENTS), "blend": 1}
+    assert value("load_seconds_count", model=lab.model, mode="blend") == 1
+    assert value("reused_tokens_sum", model=lab.model, mode="blend") == sum(map(len, DOCUMENTS))
     assert value("budget_sum", model=lab.model) == pytest.approx(0.15, abs=0.02)
     assert value("budget_count", model=lab.model) == 1
 

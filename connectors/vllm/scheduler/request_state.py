@@ -121,7 +121,7 @@ class RequestState:
         return self._stamped
 
     @property
-    def way(self) -> str:
+    def mode(self) -> str:
         """The mode in which the request was served, for operators and metrics."""
         if self.role is Role.LEARN:
             return "learn"

@@ -240,7 +240,7 @@ class Scheduler:
         self.has_news = True
         self._note_answer(state)
         if request.num_computed_tokens:
-            self._observed[key("reused_tokens", (state.way,))].append(sum(state.sources.values()))
+            self._observed[key("reused_tokens", (state.mode,))].append(sum(state.sources.values()))
         if not state.loading:  # Otherwise a worker may still read the chunks, and reports when it has stopped.
             self._saves.save_tail(state, blocks)
             aborted = request.status.name == "FINISHED_ABORTED"
@@ -497,20 +497,20 @@ class Scheduler:
 
     def _note_load(self, state: RequestState) -> None:
         seconds = self._setup.clock() - state.loading_since
-        self._observed[key("load_seconds", (state.way,))].append(seconds)
+        self._observed[key("load_seconds", (state.mode,))].append(seconds)
         if self._setup.trace is not None:
             facts = state.facts() or {}
             facts |= {f"tokens_from.{place}": count for place, count in state.sources.items()}
             plain = {f"lmc.{name}": fact for name, fact in facts.items() if isinstance(fact, str | int | float)}
             now = time.time()
-            self._setup.trace(state.request, f"lmc.{state.way}", now - seconds, now, plain)
+            self._setup.trace(state.request, f"lmc.{state.mode}", now - seconds, now, plain)
 
     def _note_answer(self, state: RequestState) -> None:
         """Record the time to first token, once. The token came in the previous step, or while this step was planned."""
         if not state.answered and state.request.num_output_tokens:
             state.answered = True
             seconds = time.time() - state.request.arrival_time
-            self._observed[key("ttft_seconds", (state.way,))].append(seconds)
+            self._observed[key("ttft_seconds", (state.mode,))].append(seconds)
             self._measure(state)
 
     def _measure(self, state: RequestState) -> None:
