@@ -172,7 +172,7 @@ def _served(report: Report, there: torch.Tensor, bandwidth: float) -> None:
     """The memory of `lmc serve --page-locked`, as a worker maps it: it is locked in a thread, while it is used."""
     parts, part_bytes = there.shape
     owner = Slab(SLOTS, parts, part_bytes, shared=True, sparse=True, page_locked=True)
-    worker = Slab.attach(owner.address, owner.address.shares.of(0, 0))
+    worker = Slab.attach(owner.address, owner.address.parallelism.worker(0, 0))
     for thread in threading.enumerate():
         if thread.name == "lmc-lock":
             thread.join()

@@ -19,10 +19,11 @@ from common import closing_line, parser
 from lmc.blend.segments import Span
 from lmc.config.settings import Settings
 from lmc.demo.random_model import machine, random_tokens
-from lmc.engine import CacheEngine, Geometry, Match, Piece
+from lmc.engine import CacheEngine, Match, Piece
 from lmc.keys import Namespace, RecordKind
 from lmc.open_store import open_store
 from lmc.shapes import KVShape
+from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.tiers.disk import DiskTier
 from lmc.storage.tiers.tier import Tier
 
@@ -39,8 +40,8 @@ def engine_over(tier: Tier) -> CacheEngine:
         model="bench", dtype="float32", layers=LAYERS, kv_heads=8, head_dim=64, rope="", chunk_size=TOKENS
     )
     settings = Settings(max_local_cpu_size=0.5, chunk_size=TOKENS)
-    geometry = Geometry.of(SHAPE, TOKENS)
-    return CacheEngine(settings, open_store(settings, geometry, tiers=[tier]), geometry, namespace)
+    layout = ChunkLayout.of(SHAPE, TOKENS)
+    return CacheEngine(settings, open_store(settings, layout, tiers=[tier]), layout, SHAPE, namespace)
 
 
 def store(engine: CacheEngine, document: list[int]) -> None:
@@ -85,7 +86,7 @@ def main() -> None:
         pieces = pieces_of(engine, documents)
         matrix = torch.randn(128, 128)
         started, compute = time.perf_counter(), 0.0
-        with closing(engine.layers(pieces, SHAPE)) as reader:
+        with closing(engine.layers(pieces)) as reader:
             for _ in reader:
                 compute += busy(LAYER_SECONDS, matrix)
         total = time.perf_counter() - started

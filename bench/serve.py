@@ -21,27 +21,27 @@ from common import closing_line, parser
 
 from lmc.keys import ChunkKey, RecordKind
 from lmc.server.client.remote_store import RemoteStore
-from lmc.server.sizes import Sizes
 from lmc.shapes import GIB
+from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.contract import ChunkStore, Reservation
 from lmc.storage.memory.slab import Slab
-from lmc.storage.shares import Shares
 from lmc.storage.store import Store
 from lmc.storage.tiers.record import RecordMeta
+from lmc.storage.worker_parts import Parallelism
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from service_process import ServerProcess
 
-SMALL = Sizes(Shares((16,)), 1 << 14, 2)  # of the prompt that is looked up
-LARGE = Sizes(Shares((32,)), 1 << 18, 2)  # 8 MiB
+SMALL = ChunkLayout(Parallelism((16,)), 1 << 14, 2)  # of the prompt that is looked up
+LARGE = ChunkLayout(Parallelism((32,)), 1 << 18, 2)  # 8 MiB
 PROMPT, PINNED, PER_SECOND = 200, 40, 100
 CHUNKS, TURNS = 48, 7  # of 8 MiB each, stored and retrieved in a turn
 STEP = 32  # chunks of 256 tokens, of a step of 8,192: vLLM's default on large GPUs
 
 
-def meta_of(number: int, sizes: Sizes) -> RecordMeta:
+def meta_of(number: int, sizes: ChunkLayout) -> RecordMeta:
     key = ChunkKey(hashlib.sha256(b"%d %d" % (sizes.part_bytes, number)).digest())
-    parts, part_bytes, kind = sizes.shares.parts, sizes.part_bytes, RecordKind.PAGES
+    parts, part_bytes, kind = sizes.parts, sizes.part_bytes, RecordKind.PAGES
     return RecordMeta(key=key, kind=kind, namespace=bytes(32), tokens=256, first=0, parts=parts, part_bytes=part_bytes)
 
 
@@ -64,7 +64,7 @@ def client(path: str | None, seconds: float, results: "multiprocessing.Queue[tup
     """Ask at a fixed pace, and return how long each lookup and each pair of pin and release took."""
     sizes, store = SMALL, None
     if path is None:
-        slab = Slab(2 * PROMPT, sizes.shares, sizes.part_bytes)
+        slab = Slab(2 * PROMPT, sizes.parallelism, sizes.part_bytes)
         store = Store(slab)
         fill(store)
     store = store or RemoteStore(Path(path or ""), sizes, deadline=10.0)
@@ -85,7 +85,7 @@ def client(path: str | None, seconds: float, results: "multiprocessing.Queue[tup
 
 
 def fill(store: ChunkStore) -> None:
-    content = torch.zeros(PROMPT, SMALL.shares.parts, SMALL.part_bytes, dtype=torch.uint8)
+    content = torch.zeros(PROMPT, SMALL.parts, SMALL.part_bytes, dtype=torch.uint8)
     put(store, [meta_of(i, SMALL) for i in range(PROMPT)], content)
 
 
@@ -135,12 +135,12 @@ def copied(slab: torch.Tensor, content: torch.Tensor) -> tuple[float, float]:
 
 def bandwidths(path: Path) -> dict[str, float]:
     """Return how fast chunks are stored and retrieved, as shares of memcpy, by the server and by a store here."""
-    parts, size = LARGE.shares.parts, LARGE.part_bytes
+    parts, size = LARGE.parts, LARGE.part_bytes
     content = torch.randint(0, 255, (CHUNKS, parts, size), dtype=torch.uint8)  # more than caches of the CPU hold
     slab = torch.zeros(CHUNKS, parts, size, dtype=torch.uint8)
     stores: dict[str, ChunkStore] = {
         "served": RemoteStore(path, LARGE, deadline=30.0),
-        "own": Store(Slab(CHUNKS, LARGE.shares, size)),
+        "own": Store(Slab(CHUNKS, LARGE.parallelism, size)),
     }
     ways: dict[str, Callable[[int], tuple[float, float]]] = {
         "memcpy": lambda turn: copied(slab, content),
@@ -173,7 +173,7 @@ def main() -> None:
     options.add_argument("--clients", type=int, default=4)
     given = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        memory = CHUNKS * LARGE.shares.parts * LARGE.part_bytes / GIB
+        memory = CHUNKS * LARGE.parts * LARGE.part_bytes / GIB
         server = ServerProcess(Path(folder), max_local_cpu_size=2 * memory)
         try:
             filler = RemoteStore(server.path, SMALL, deadline=10.0)

@@ -29,16 +29,16 @@ from lmc.errors import ChunkLost, TierUnusable
 from lmc.keys import ChunkKey, RecordKind
 from lmc.server.client.connection import status
 from lmc.server.client.remote_store import RemoteStore
-from lmc.server.sizes import Sizes
 from lmc.shapes import GIB
+from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.contract import PinState
-from lmc.storage.shares import Shares
 from lmc.storage.tiers.record import RecordMeta
+from lmc.storage.worker_parts import Parallelism
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from service_process import ServerProcess
 
-SIZES = Sizes(Shares((2,)), 1 << 14, 2)
+SIZES = ChunkLayout(Parallelism((2,)), 1 << 14, 2)
 SLOTS, KEYS = 2048, 2400
 SAID = ("read", "wrong", "lost", "stored", "refused", "away")
 SECONDS = 60.0  # that anything may take

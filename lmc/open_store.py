@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 
 from lmc.config.settings import Settings
-from lmc.engine.geometry import Geometry
 from lmc.errors import need_msgspec
 from lmc.keys import model_label
 from lmc.shapes import GIB
+from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.contract import ChunkStore
 from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 def open_store(
     settings: Settings,
-    geometry: Geometry,
+    layout: ChunkLayout,
     *,
     device: torch.device | str = "cpu",
     shared: bool = False,
@@ -32,7 +32,7 @@ def open_store(
     model: str = "",
     tokenizer: str = "",
 ) -> ChunkStore:
-    """Open a store for the chunks of a geometry.
+    """Open a store for chunks of one layout.
 
     Without a server, the store has slabs in memory and on `device`, over `tiers` or over those of the settings. With
     `shared`, other processes can map the memory, and no slab is on `device`. A server gets the `model`'s name and the
@@ -41,21 +41,20 @@ def open_store(
     if settings.server is not None:
         need_msgspec()
         from lmc.server.client.remote_store import RemoteStore
-        from lmc.server.sizes import Sizes
 
         return RemoteStore(
             settings.server,
-            Sizes(geometry.shares, geometry.part_bytes, geometry.item_bytes),
+            layout,
             deadline=settings.load_deadline,
             model=model_label(model),
             tokenizer=tokenizer,
-            chunk_size=geometry.chunk_size,
+            chunk_size=settings.chunk_size,
         )
-    budget, size = settings.max_local_cpu_size * GIB, geometry.part_bytes
-    slab = Slab.of_size(budget, geometry.shares, size, shared=shared)
+    budget, size = settings.max_local_cpu_size * GIB, layout.part_bytes
+    slab = Slab.of_size(budget, layout.parallelism, size, shared=shared)
     if shared and settings.max_local_device_size:
         log.warning("max_local_device_size is for transformers only: vLLM has the memory of its GPU")
     on_device = 0 if shared else settings.max_local_device_size * GIB
-    device_slab = Slab.of_size(on_device, geometry.parts, size, device) if on_device else None
-    tiers = open_tiers(settings, geometry.item_bytes) if tiers is None else tiers
+    device_slab = Slab.of_size(on_device, layout.parts, size, device) if on_device else None
+    tiers = open_tiers(settings, layout.item_bytes) if tiers is None else tiers
     return Store(slab, tiers, device=device_slab, document_share=settings.document_share)

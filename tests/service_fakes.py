@@ -13,12 +13,12 @@ from lmc.config.settings import Settings
 from lmc.server.client import remote_store
 from lmc.server.client.remote_store import RemoteStore
 from lmc.server.server import CacheServer
-from lmc.server.sizes import Sizes
 from lmc.shapes import GIB, aligned
-from lmc.storage.shares import Shares
+from lmc.storage.chunk_layout import ChunkLayout
+from lmc.storage.worker_parts import Parallelism
 
 remote_store.BEAT_SECONDS = 0.1  # so that no test waits long for a client that attaches again
-SIZES = Sizes(Shares((PARTS,)), PART_BYTES, 1)
+SIZES = ChunkLayout(Parallelism((PARTS,)), PART_BYTES, 1)
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def arena_of(server, sizes=SIZES):
 
 def arena_for(server, store):
     """The server's memory of the size that a client has asked for."""
-    return arena_of(server, store._sizes)
+    return arena_of(server, store._layout)
 
 
 def put(store, key):

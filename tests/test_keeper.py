@@ -21,11 +21,12 @@ from lmc.documents import file as documents_file
 from lmc.documents import keeper
 from lmc.documents import known as known_documents
 from lmc.documents.admin import DocumentAdmin
-from lmc.engine import CacheEngine, Geometry
+from lmc.engine import CacheEngine
 from lmc.errors import InputError
 from lmc.keys import Namespace, RecordKind
 from lmc.open_store import open_store
 from lmc.shapes import GIB, KVShape
+from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.tiers.disk import DiskTier
 
 SHAPE = KVShape(layers=2, kv_heads=1, head_dim=8, dtype=torch.float32)
@@ -41,9 +42,9 @@ def engine_of(tmp_path=None, *, slots=8, records=12, tiers=None, chunk_size=CHUN
     namespace = Namespace(
         model="m", dtype="float32", layers=2, kv_heads=1, head_dim=8, rope="r", chunk_size=chunk_size, tensor_parallel=1
     )
-    geometry = Geometry.of(SHAPE, chunk_size)
-    store = open_store(given, geometry, tiers=tiers, model=model)
-    return CacheEngine(given, store, geometry, namespace, model=model)
+    layout = ChunkLayout.of(SHAPE, chunk_size)
+    store = open_store(given, layout, tiers=tiers, model=model)
+    return CacheEngine(given, store, layout, SHAPE, namespace, model=model)
 
 
 def learn(engine, tokens, salt="", name=""):
@@ -537,7 +538,7 @@ def test_documents_whose_time_is_over_are_forgotten_before_others(monkeypatch):
 def test_the_capacity_of_an_engine_that_does_not_blend_is_that_of_exact_chunks(tmp_path):
     with closing(engine_of(tmp_path)) as engine:
         blends = engine.capacity()
-        engine.geometry = replace(engine.geometry, token_bytes=0)  # Pages of which tokens cannot be read.
+        engine.shape = replace(engine.shape, kv_heads=0)  # Pages of which tokens cannot be read.
         assert engine.capacity() == blends
 
 

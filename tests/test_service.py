@@ -1,4 +1,4 @@
-"""The cache server: leases, memory for several geometries, a server that goes and comes, and broken clients."""
+"""The cache server: leases, memory for several chunk layouts, a server that goes and comes, and broken clients."""
 
 import errno
 import itertools
@@ -47,7 +47,7 @@ from lmc.server.channel import MAX_FRAME_BYTES, Channel
 from lmc.server.client import remote_store
 from lmc.server.client.connection import Gone, ServerConnection, retire, status
 from lmc.server.client.remote_store import RemoteStore
-from lmc.server.greeting import PROTOCOL, Hello
+from lmc.server.greeting import PROTOCOL, Attach, Hello
 from lmc.server.lifelines import Lifelines
 from lmc.server.messages import (
     Abort,
@@ -74,17 +74,17 @@ from lmc.server.messages import (
     Since,
 )
 from lmc.server.server import CacheServer
-from lmc.server.sizes import Sizes
+from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.contract import PinState
 from lmc.storage.memory.memory_files import locked
 from lmc.storage.memory.slab import Slab
-from lmc.storage.shares import Shares
 from lmc.storage.slots import Backing
 from lmc.storage.store import Store
+from lmc.storage.worker_parts import Parallelism
 
 K0, K1, K2, K3, K4 = map(key_of, range(5))
 CLOSED = "closed|reset|pipe"
-OTHER = Sizes(Shares((PARTS + 1,)), PART_BYTES, 1)
+OTHER = ChunkLayout(Parallelism((PARTS + 1,)), PART_BYTES, 1)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def connect(server):
 
     def connect():
         made.append(ServerConnection(server.path, 10.0))
-        made[-1].open(SIZES, msgspec.msgpack.Decoder(Attached))
+        made[-1].open(Attach(SIZES), msgspec.msgpack.Decoder(Attached))
         return made[-1]
 
     yield connect
@@ -278,7 +278,7 @@ def test_a_client_that_does_not_see_its_lifeline_is_not_attached(server, tmp_pat
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_geometries_share_the_budget_and_none_keeps_what_another_needs(tmp_path):
+def test_layouts_share_the_budget_and_none_keeps_what_another_needs(tmp_path):
     """With memory for 12 small chunks, or 9 large ones."""
     with serving(tmp_path, 12) as server:
         small, large = attached(server), attached(server, OTHER)
@@ -286,12 +286,12 @@ def test_geometries_share_the_budget_and_none_keeps_what_another_needs(tmp_path)
         assert filled(small, few[:-1]) == few[:-1]
         eventually(lambda: arena_of(server).store.empty_slots == 1)  # Its memory is taken ahead, by a thread.
         assert put(small, few[-1])
-        assert small.lookup(few) == ["host"] * 12, "one geometry may take everything"
+        assert small.lookup(few) == ["host"] * 12, "one layout may take everything"
         eventually(lambda: put(large, many[0]))
         for key in many:
             eventually(lambda key=key: put(large, key) or large.lookup([key]) == ["host"])
         held = server.arenas.budget.taken
-        shares = {sizes.shares.parts: taken for sizes, taken in held.items()}
+        shares = {sizes.parts: taken for sizes, taken in held.items()}
         assert sum(shares.values()) <= server.arenas.budget.size
         assert shares[PARTS + 1] >= 0.35 * server.arenas.budget.size, "the new one gets about its half"
         left = [key for key in few if small.lookup([key]) == ["host"]]
@@ -436,33 +436,33 @@ def test_an_arena_without_clients_keeps_nothing_that_others_want(tmp_path):
         store.close()
 
 
-def test_geometries_without_clients_make_room_for_others(tmp_path, monkeypatch):
+def test_layouts_without_clients_make_room_for_others(tmp_path, monkeypatch):
     monkeypatch.setattr(arenas, "MAX_ARENAS", 3)
-    sizes = [Sizes(Shares((parts,)), PART_BYTES, 1) for parts in range(1, 6)]
+    sizes = [ChunkLayout(Parallelism((parts,)), PART_BYTES, 1) for parts in range(1, 6)]
     with serving(tmp_path, 100) as server:
         for one in sizes[:3]:
             store = attached(server, one)
-            put(store, key_of(one.shares.parts))
+            put(store, key_of(one.parts))
             store.close()
             eventually(lambda one=one: not server.arenas.budget.used(one))
         stores = [attached(server, one) for one in sizes[2:]]
-        assert {arena.sizes for arena in server.arenas.all()} == set(sizes[2:])
+        assert {arena.layout for arena in server.arenas.all()} == set(sizes[2:])
         assert stores[0].lookup([key_of(3)]) == ["host"], "it had been used last"
         assert server.arenas.changes.counts()["host"].chunks == 1
-        with pytest.raises(StorageError, match=r"maximum number of chunk geometries \(3\)"):
+        with pytest.raises(StorageError, match=r"maximum number of chunk layouts \(3\)"):
             attached(server, sizes[0])
         for store in stores:
             store.close()
 
 
-def test_a_server_whose_memory_is_page_locked_has_one_geometry(tmp_path):
+def test_a_server_whose_memory_is_page_locked_has_one_layout(tmp_path):
     with serving(tmp_path, 8, page_locked=True) as server:
         store = attached(server)
         assert store.slab.address.page_locked
         filled(store, [K0, K1])
         (arena,) = server.arenas.all()
         file = arena.store.slab.file
-        said = r"maximum number of chunk geometries.*: start another server.*without --page-locked"
+        said = r"maximum number of chunk layouts.*: start another server.*without --page-locked"
         with pytest.raises(StorageError, match=said):
             attached(server, OTHER)
         full = os.fstat(file).st_blocks
@@ -472,7 +472,7 @@ def test_a_server_whose_memory_is_page_locked_has_one_geometry(tmp_path):
         store.close()
         eventually(lambda: not server.arenas.budget.used(SIZES))
         other = attached(server, OTHER)
-        assert [arena.sizes for arena in server.arenas.all()] == [OTHER]
+        assert [arena.layout for arena in server.arenas.all()] == [OTHER]
         assert other.lookup([K1]) == [None]
         other.close()
 
@@ -502,9 +502,9 @@ def test_writing_down_ends_while_another_client_stores(tmp_path):
         other.close()
 
 
-def test_a_geometry_of_which_no_chunk_fits_is_refused_and_the_reason_reaches_the_client(server):
+def test_a_layout_of_which_no_chunk_fits_is_refused_and_the_reason_reaches_the_client(server):
     with pytest.raises(StorageError, match=r"does not fit into.*raise max_local_cpu_size of the cache server"):
-        attached(server, Sizes(Shares((100,)), 1 << 20, 2))
+        attached(server, ChunkLayout(Parallelism((100,)), 1 << 20, 2))
 
 
 def test_more_memory_than_there_is_is_refused(tmp_path, monkeypatch):
@@ -524,16 +524,16 @@ def test_more_memory_than_a_tmpfs_has_is_refused(tmp_path, monkeypatch):
         CacheServer(Settings(max_local_cpu_size=0.01), tmp_path / "lmc.sock", memory=tmp_path / "memory", tiers=[])
 
 
-def test_chunks_of_all_geometries_go_to_the_same_disk(tmp_path):
+def test_chunks_of_all_layouts_go_to_the_same_disk(tmp_path):
     for first in (True, False):
         with serving(tmp_path, 8, None, local_disk=tmp_path / "disk") as server:
             for sizes, key in ((SIZES, K0), (OTHER, K1)):
-                store, parts = attached(server, sizes), sizes.shares.parts
+                store, parts = attached(server, sizes), sizes.parts
                 assert store.lookup([key]) == ([None] if first else ["disk"])
                 if first:
                     put(store, key)
                     store.flush()
-                assert {meta.key for _, meta in store.records()} == {key}, "a client is told of its own geometry"
+                assert {meta.key for _, meta in store.records()} == {key}, "a client is told of its own layout"
                 assert get(store, key) == expected(key, parts)
                 store.close()
 
@@ -751,7 +751,7 @@ def greeted(server):
     channel = Channel(raw(server))
     channel.send(msgspec.msgpack.encode(Hello(PROTOCOL, "test")))
     channel.receive()
-    channel.send(msgspec.msgpack.encode(SIZES))
+    channel.send(msgspec.msgpack.encode(Attach(SIZES)))
     files = []
     channel.receive(files)
     for file in files:
@@ -915,8 +915,8 @@ def test_questions_that_make_no_sense_end_the_connection_and_nothing_stays_held(
 
 @pytest.mark.parametrize(
     "sizes",
-    [Sizes(Shares(()), 1, 2), Sizes(Shares((0, 3)), 1, 2), Sizes(Shares((-2,), -1), 1, 2),
-     Sizes(Shares((3,)), 0, 2), Sizes(Shares((1,) * 5000), 1, 2), Sizes(Shares((3,)), 1, 3)],
+    [ChunkLayout(Parallelism(stages, ranks), part_bytes, item_bytes) for stages, ranks, part_bytes, item_bytes in
+     [((), 1, 1, 2), ((0, 3), 1, 1, 2), ((-2,), -1, 1, 2), ((3,), 1, 0, 2), ((1,) * 5000, 1, 1, 2), ((3,), 1, 1, 3)]],
     ids=["no stage", "an empty stage", "negative", "no bytes", "many stages", "odd items"],
 )  # fmt: skip
 def test_impossible_sizes_are_refused(server, sizes):
@@ -925,7 +925,7 @@ def test_impossible_sizes_are_refused(server, sizes):
     assert server.arenas.all() == []
 
 
-def test_one_refused_chunk_takes_little_from_another_geometry(tmp_path):
+def test_one_refused_chunk_takes_little_from_another_layout(tmp_path):
     """Half of the memory was taken for one chunk."""
     with serving(tmp_path, 100) as server:
         small, large = attached(server), attached(server, OTHER)
@@ -933,7 +933,7 @@ def test_one_refused_chunk_takes_little_from_another_geometry(tmp_path):
         eventually(lambda: put(large, key_of(500)))
         time.sleep(0.3)
         assert small.held() == 0
-        taken = {sizes.shares.parts: bytes_of for sizes, bytes_of in server.arenas.budget.taken.items()}
+        taken = {sizes.parts: bytes_of for sizes, bytes_of in server.arenas.budget.taken.items()}
         assert taken[PARTS + 1] <= 0.15 * server.arenas.budget.size, "with what is taken ahead"
         small.close()
         large.close()

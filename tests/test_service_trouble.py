@@ -25,15 +25,15 @@ from lmc.server.journal import Journal
 from lmc.server.messages import Described, Keep
 from lmc.server.overview import Overview
 from lmc.server.server import CacheServer
-from lmc.server.sizes import Sizes
+from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.contract import PinState
 from lmc.storage.memory.slab import Slab
-from lmc.storage.shares import Shares
 from lmc.storage.slots import Backing
 from lmc.storage.store import Store
 from lmc.storage.tiers.disk import UNBOUNDED, DiskTier
+from lmc.storage.worker_parts import Parallelism
 
-OTHER, THIRD = (Sizes(Shares((PARTS + more,)), PART_BYTES, 1) for more in (1, 2))
+OTHER, THIRD = (ChunkLayout(Parallelism((PARTS + more,)), PART_BYTES, 1) for more in (1, 2))
 
 
 def refused(number):
@@ -191,8 +191,8 @@ def test_others_attach_while_an_arena_is_being_closed(tmp_path, monkeypatch, fai
         assert closing.wait(60)
         again = pool.submit(attached, server, OTHER, deadline=60.0)
         again.result(20).close()
-        with pytest.raises(StorageError, match=r"maximum number of chunk geometries \(2\)"):
-            attached(server, Sizes(Shares((1,)), PART_BYTES, 1), deadline=60.0)
+        with pytest.raises(StorageError, match=r"maximum number of chunk layouts \(2\)"):
+            attached(server, ChunkLayout(Parallelism((1,)), PART_BYTES, 1), deadline=60.0)
         assert not third.done()
         go.set()
         if fails:
@@ -200,14 +200,14 @@ def test_others_attach_while_an_arena_is_being_closed(tmp_path, monkeypatch, fai
                 third.result(60)
         else:
             third.result(60).close()
-            assert {arena.sizes for arena in server.arenas.all()} == {OTHER, THIRD}
+            assert {arena.layout for arena in server.arenas.all()} == {OTHER, THIRD}
             eventually(lambda: not server.arenas.budget.used(THIRD))
         attached(server, SIZES, deadline=60.0).close()  # It is made anew.
         assert leaving not in server.arenas.all()
         second.close()
 
 
-def test_a_geometry_that_was_forgotten_gives_nothing_back(tmp_path):
+def test_a_layout_that_was_forgotten_gives_nothing_back(tmp_path):
     with serving(tmp_path, 8) as server:
         server.arenas.budget.count(OTHER, -3)
         assert server.arenas.budget.taken[OTHER] == 0

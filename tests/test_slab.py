@@ -19,7 +19,7 @@ from lmc.shapes import GIB
 from lmc.storage.memory import host_memory
 from lmc.storage.memory import slab as slab_module
 from lmc.storage.memory.slab import LOST, Slab, SlabAddress, Slot, tag_of
-from lmc.storage.shares import Shares
+from lmc.storage.worker_parts import Parallelism
 
 S0, S1 = Slot(0), Slot(1)
 KEY = ChunkKey(bytes(range(32)))
@@ -242,7 +242,7 @@ def test_a_shared_slab_that_is_dropped_closes_its_file():
 )
 def test_a_place_that_is_no_slab_is_a_storage_error(path):
     with pytest.raises(StorageError, match="cannot open the slab"):
-        Slab.attach(SlabAddress(path=path, slots=3, shares=Shares((2,)), part_bytes=5000))
+        Slab.attach(SlabAddress(path=path, slots=3, parallelism=Parallelism((2,)), part_bytes=5000))
 
 
 def test_a_smaller_slab_than_was_said_is_a_storage_error():
@@ -297,10 +297,10 @@ def views(slab: Slab, slot: int) -> list[memoryview]:
 
 
 def test_each_worker_maps_its_own_parts_of_every_slot():
-    slab = Slab(4, Shares(STAGES, RANKS), 100, shared=True)
+    slab = Slab(4, Parallelism(STAGES, RANKS), 100, shared=True)
     numbered(slab)
     for stage, rank in WORKERS:
-        attached = Slab.attach(slab.address, slab.address.shares.of(stage, rank))
+        attached = Slab.attach(slab.address, slab.address.parallelism.worker(stage, rank))
         for slot in range(4):
             for layer in range(STAGES[stage]):
                 part = sum(STAGES[:stage]) * RANKS + layer * RANKS + rank
@@ -308,15 +308,15 @@ def test_each_worker_maps_its_own_parts_of_every_slot():
 
 
 def test_the_parts_of_a_worker_lie_side_by_side():
-    slab = Slab(4, Shares(STAGES, RANKS), 5000, shared=True)
+    slab = Slab(4, Parallelism(STAGES, RANKS), 5000, shared=True)
     for stage, rank in WORKERS:
-        share = slab.address.shares.of(stage, rank)
+        share = slab.address.parallelism.worker(stage, rank)
         mine = [slab.part(slot, part).data_ptr() for slot in range(4) for part in range(slab.parts)[share.parts]]
         assert mine == list(range(mine[0], mine[0] + len(mine) * slab.stride, slab.stride))
 
 
 def test_a_slot_of_several_workers_is_read_whole_in_the_order_of_its_parts():
-    slab = Slab(3, Shares(STAGES, RANKS), 4096, shared=True)
+    slab = Slab(3, Parallelism(STAGES, RANKS), 4096, shared=True)
     numbered(slab)
     wanted = b"".join(bytes([20 + part]) * 4096 for part in range(10))
     assert bytes(slab.snapshot(2, 10, 4096)) == wanted
@@ -325,7 +325,7 @@ def test_a_slot_of_several_workers_is_read_whole_in_the_order_of_its_parts():
 
 
 def test_what_an_older_chunk_left_is_zeroed_for_all_workers():
-    slab = Slab(2, Shares(STAGES, RANKS), 4096, shared=True)
+    slab = Slab(2, Parallelism(STAGES, RANKS), 4096, shared=True)
     numbered(slab)
     slab.seal(1, 1000)
     assert all(slab.part(1, part)[1000:].sum() == 0 for part in range(10))
@@ -355,10 +355,10 @@ class Registered:
 
 
 def test_a_worker_page_locks_its_own_share_in_stretches_of_whole_slots(monkeypatch):
-    owner = Slab(20, Shares(STAGES, RANKS), 4096, shared=True)
+    owner = Slab(20, Parallelism(STAGES, RANKS), 4096, shared=True)
     found = Registered(monkeypatch)
     monkeypatch.setattr("lmc.storage.memory.page_lock.LOCKED_AT_ONCE", 4 * 4096)
-    share = owner.address.shares.of(0, 1)
+    share = owner.address.parallelism.worker(0, 1)
     attached = Slab.attach(owner.address, share)
     first = attached.part(0, share.first).data_ptr()
     slots = 2 * 3 * 4096  # four parts do not end with a slot of three, so a stretch has two slots
@@ -397,10 +397,10 @@ def test_memory_that_cannot_be_page_locked_is_used_as_it_is_and_that_is_said_onc
 
 def sparse_slab_of_a_server(monkeypatch, **refused):
     """A slab whose workers lock it, the share of one of them, and what is locked from then on."""
-    owner = Slab(20, Shares(STAGES, RANKS), 4096, shared=True, sparse=True, page_locked=True)
+    owner = Slab(20, Parallelism(STAGES, RANKS), 4096, shared=True, sparse=True, page_locked=True)
     found = Registered(monkeypatch, **refused)
     monkeypatch.setattr("lmc.storage.memory.page_lock.LOCKED_BESIDE", 4 * 4096)
-    return owner, owner.address.shares.of(0, 1), found
+    return owner, owner.address.parallelism.worker(0, 1), found
 
 
 def locking():

@@ -792,7 +792,7 @@ def test_a_document_is_learned_behind_the_sink_and_exact_there() -> None:
         wanted = rows_of(prefilled(cached.model, document, sink))
         cached.learn(document)
         placed = cached.engine.documents([*SYSTEM, *document], [Span(len(SYSTEM), len(SYSTEM) + len(document))])
-        with closing(cached.engine.layers(placed[0].pieces, cached.layers.shape)) as reader:
+        with closing(cached.engine.layers(placed[0].pieces)) as reader:
             for layer, parts in reader:
                 stored = torch.cat(parts, dim=1)
                 for side in (0, 1):
@@ -821,7 +821,7 @@ def kv_of(cached: CachedModel, document: list[int]) -> list[torch.Tensor]:
     match = cached.engine.look(Match(prompt=0, exact_stop=0, documents=placed), cached.engine.token_chain([]))
     pieces = match.documents[0].pieces
     assert all(piece.place for piece in pieces)
-    with closing(cached.engine.layers(pieces, cached.layers.shape)) as reader:
+    with closing(cached.engine.layers(pieces)) as reader:
         return [torch.cat(parts, dim=1).clone() for _, parts in reader]
 
 
@@ -902,7 +902,7 @@ def test_copies_to_and_from_any_gpu_are_waited_for(monkeypatch: pytest.MonkeyPat
         (document,) = cached.engine.documents(prompt(0), [Span(start, start + len(DOCUMENTS[0]))])
         assert not waited, "nothing waits on a CPU"
         monkeypatch.setattr(cached.engine, "_device", device)
-        with closing(cached.engine.layers(document.pieces, cached.layers.shape)) as layers:
+        with closing(cached.engine.layers(document.pieces)) as layers:
             next(layers)
         assert waited == [kind]
         monkeypatch.setattr(cached.layers, "device", device)

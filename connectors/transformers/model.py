@@ -37,12 +37,13 @@ from lmc.connectors.transformers.layers import DecoderLayers
 from lmc.connectors.transformers.report import How, Prefilled, Report
 from lmc.connectors.transformers.selftest import prove_model
 from lmc.copies import settle
-from lmc.engine import CacheEngine, Geometry, Match, NewChunk, Plan
+from lmc.engine import CacheEngine, Match, NewChunk, Plan
 from lmc.engine.identity import rope_name
 from lmc.errors import ChunkLost, ConfigError, InputError, UnsupportedModel
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds
 from lmc.open_store import open_store
 from lmc.shapes import KV as KINDS
+from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.contract import Reservation
 from lmc.storage.places import MEMORY
 
@@ -96,11 +97,11 @@ class CachedModel(AbstractContextManager["CachedModel"]):
             rope=rope_name(model.config.rope_parameters),
             chunk_size=settings.chunk_size,
         )
-        geometry, called = Geometry.of(shape, settings.chunk_size), str(checkpoint or model.config.name_or_path)
+        layout, called = ChunkLayout.of(shape, settings.chunk_size), str(checkpoint or model.config.name_or_path)
         prefix = self._checked(learn_prefix, "learn_prefix") if learn_prefix else ()
         device = self.layers.device
-        store = open_store(settings, geometry, device=device, model=called, tokenizer=called)
-        self.engine = CacheEngine(settings, store, geometry, namespace, device=device, prefix=prefix, model=called)
+        store = open_store(settings, layout, device=device, model=called, tokenizer=called)
+        self.engine = CacheEngine(settings, store, layout, shape, namespace, device=device, prefix=prefix, model=called)
         self.engine.share_learning(lambda: False)  # This engine computes only when it is called.
 
     @classmethod
@@ -290,7 +291,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
     def _blended(self, prompt: list[int], question: int, plan: Plan, policy: RecomputePolicy) -> Computed:
         length, loaded, begun = len(prompt), Counter[str](), time.perf_counter()
         blend_input = BlendInput(length=length, stop=length, question=question, placements=plan.pieces)
-        with closing(self.engine.layers(plan.pieces, self.layers.shape, loaded)) as reader:
+        with closing(self.engine.layers(plan.pieces, loaded)) as reader:
             canvas = DenseCanvas(self.layers, prompt, plan.pieces, reader)
             try:
                 result = Blender(canvas, blend_input, policy).run()
@@ -310,7 +311,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
     def _by_model(self, prompt: list[int], plan: Plan) -> Computed:
         """Prefill with the model itself: the tokens after an exact prefix, or the whole prompt."""
         loaded = Counter[str]()
-        with closing(self.engine.layers(plan.exact, self.layers.shape, loaded)) as reader:
+        with closing(self.engine.layers(plan.exact, loaded)) as reader:
             cache = cache_of([self._side_by_side(parts) for _, parts in reader])
         begun, new = time.perf_counter(), len(prompt) - plan.reach
         logits = forward(self.model, prompt[plan.reach :], cache).logits[0, -1]

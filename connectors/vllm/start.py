@@ -12,13 +12,14 @@ from lmc.config.settings import Settings
 from lmc.connectors.vllm.messages import WorkerFacts
 from lmc.documents.events import DocumentEvents
 from lmc.documents.publisher import DocumentPublisher
-from lmc.engine import CacheEngine, Geometry
+from lmc.engine import CacheEngine
 from lmc.errors import ConfigError
 from lmc.keys import Namespace
 from lmc.open_store import open_store
-from lmc.shapes import KV
-from lmc.storage.shares import Shares
+from lmc.shapes import KVShape
+from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.tiers.tier import Tier
+from lmc.storage.worker_parts import Parallelism
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,29 +91,24 @@ def open_engine(
     """
     check_chunk_size(settings, block_size)
     first, ranks = workers[0], max(worker.rank[1] for worker in workers) + 1
-    parts = sum(len(worker.page_bytes) for worker in workers)
-    item_bytes = getattr(torch, first.dtype.removeprefix("torch.")).itemsize
-    layout = "|".join(f"{worker.rank}{worker.page_bytes}{worker.layout}" for worker in workers)
-    geometry = Geometry(
-        chunk_size=settings.chunk_size,
-        shares=Shares(layers_of_stages(workers), ranks),
-        part_bytes=max(size for worker in workers for size in worker.page_bytes) * (settings.chunk_size // block_size),
-        token_bytes=KV * first.kv_heads * first.head_dim * item_bytes,
-        item_bytes=item_bytes,
-    )
+    stages, dtype = layers_of_stages(workers), getattr(torch, first.dtype.removeprefix("torch."))
+    shape = KVShape(layers=sum(stages), kv_heads=first.kv_heads, head_dim=first.head_dim, dtype=dtype)
+    page_bytes = max(size for worker in workers for size in worker.page_bytes)
+    layout = ChunkLayout(Parallelism(stages, ranks), page_bytes * (settings.chunk_size // block_size), dtype.itemsize)
+    pages = "|".join(f"{worker.rank}{worker.page_bytes}{worker.layout}" for worker in workers)
     namespace = Namespace(
         model=model,
         dtype=first.dtype,
-        layers=parts // ranks,
-        kv_heads=first.kv_heads,
-        head_dim=first.head_dim,
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
         rope=first.rope,
         chunk_size=settings.chunk_size,
         tensor_parallel=ranks,
-        layout=f"{layout}|block {block_size}|{hashing}",
+        layout=f"{pages}|block {block_size}|{hashing}",
     )
-    store = open_store(settings, geometry, shared=True, tiers=tiers, model=name, tokenizer=tokenizer)
-    return CacheEngine(settings, store, geometry, namespace, prefix=prefix, model=name)
+    store = open_store(settings, layout, shared=True, tiers=tiers, model=name, tokenizer=tokenizer)
+    return CacheEngine(settings, store, layout, shape, namespace, prefix=prefix, model=name)
 
 
 def publisher_if_wanted(engine: CacheEngine, number: int) -> DocumentPublisher | None:

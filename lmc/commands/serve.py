@@ -40,7 +40,7 @@ EventAddresses = Annotated[
 PageLocked = Annotated[
     bool,
     typer.Option(
-        "--page-locked", help="let GPU workers page-lock the memory; all engines must have the same chunk geometry"
+        "--page-locked", help="let GPU workers page-lock the memory; all engines must have the same chunk layout"
     ),
 ]
 

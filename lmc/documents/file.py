@@ -15,11 +15,11 @@ from lmc.documents.known import KnownDocument, pack_tokens
 from lmc.small_files import replace_text
 
 FILE = "documents.jsonl"
-OF_GEOMETRY = re.compile(r"documents-[\d.]+x\d+-\d+-\d+\.jsonl")  # what `file_of_geometry` returns
+OF_LAYOUT = re.compile(r"documents-[\d.]+x\d+-\d+-\d+\.jsonl")  # what `file_of_layout` returns
 
 
-def file_of_geometry(name: str) -> str:
-    """Return the name of a geometry's file. A cache server has one file per geometry."""
+def file_of_layout(name: str) -> str:
+    """Return the name of the file for a chunk layout. A cache server has one file per chunk layout."""
     return f"documents-{name}.jsonl"
 
 
@@ -62,7 +62,7 @@ def forget_noted(directory: Path, ids: Collection[str], namespace: str | None = 
     `namespace` stands for all.
     """
     files = directory.glob("documents*.jsonl")
-    for path in [file for file in files if file.name == FILE or OF_GEOMETRY.fullmatch(file.name)]:
+    for path in [file for file in files if file.name == FILE or OF_LAYOUT.fullmatch(file.name)]:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         entries = list(filter(None, map(parsed, lines)))
         removed = set(ids)

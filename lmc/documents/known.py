@@ -18,8 +18,11 @@ import numpy as np
 
 from lmc.background import Background
 from lmc.documents.finder import DocumentFinder, FoundRun
-from lmc.keys import ChunkKey
+from lmc.keys import ChunkKey, chunk_bounds
+from lmc.shapes import KVShape, aligned
 
+# Upper bounds for a record's header: its metadata, one checksum per part, and one token in its label.
+HEADER_BYTES, CHECKSUM_BYTES, LABEL_BYTES = 1024, 24, 6
 COMPARED_DOCUMENTS = 64  # documents per batch of the first comparison
 MAX_CANDIDATES = 16  # documents that are compared exactly
 PREVIEW_CHARACTERS = 60  # characters of a document in lists
@@ -218,6 +221,18 @@ class KnownDocuments:
 def _common_share(first: set[int], second: set[int]) -> float:
     """Return the Jaccard index of two sets."""
     return len(first & second) / len(first | second)
+
+
+def document_bytes(tokens: int, chunk_size: int, shape: KVShape, parts: int) -> int:
+    """Return the maximum number of bytes that a document of `tokens` tokens takes on disk, without a codec.
+
+    Its chunks have `parts` parts.
+    """
+    size, header = 0, HEADER_BYTES + CHECKSUM_BYTES * parts
+    for start, stop in chunk_bounds(tokens, chunk_size):
+        label = LABEL_BYTES * tokens if stop == tokens else 0  # The last record's label holds all tokens.
+        size += aligned(header + label) + parts * aligned(shape.part_bytes(stop - start))
+    return size
 
 
 def document_label(tokens: Sequence[int], name: str) -> str:

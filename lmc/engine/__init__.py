@@ -2,9 +2,8 @@
 
 from lmc.documents.learn_queue import Unlearned
 from lmc.engine.cache_engine import CacheEngine
-from lmc.engine.geometry import Geometry
 from lmc.engine.index import NewChunk
 from lmc.engine.pieces import Piece
 from lmc.engine.planner import DocumentMatch, Match, Plan
 
-__all__ = ["CacheEngine", "DocumentMatch", "Geometry", "Match", "NewChunk", "Piece", "Plan", "Unlearned"]
+__all__ = ["CacheEngine", "DocumentMatch", "Match", "NewChunk", "Piece", "Plan", "Unlearned"]

@@ -23,10 +23,9 @@ from lmc.copies import settle
 from lmc.documents.file import FILE
 from lmc.documents.finder import SEAM, FoundRun
 from lmc.documents.keeper import DocumentKeeper, Keeper
-from lmc.documents.known import KnownDocument, KnownDocuments, document_label, parted_label
+from lmc.documents.known import KnownDocument, KnownDocuments, document_bytes, document_label, parted_label
 from lmc.documents.learn_queue import LearnQueue, Unlearned
 from lmc.documents.server import DocumentServer, LearningEngine
-from lmc.engine.geometry import Geometry
 from lmc.engine.index import BlockChain, CacheIndex, ExactChain, NewChunk, TokenChain, find_run
 from lmc.engine.names import Names
 from lmc.engine.pieces import Piece, trim
@@ -34,6 +33,7 @@ from lmc.engine.planner import DocumentMatch, Match, Plan, blend_offer, choose_p
 from lmc.errors import ChunkLost
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds, document_keys, tenant_of
 from lmc.shapes import GIB, KVShape
+from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.contract import ChunkStore, Pin, PinState, Reservation
 from lmc.storage.cost_model import BlendOffer, CostModel, LoadPolicy
 from lmc.storage.stats import StoreStats
@@ -50,21 +50,23 @@ class CacheEngine:
         self,
         settings: Settings,
         store: ChunkStore,
-        geometry: Geometry,
+        layout: ChunkLayout,
+        shape: KVShape,
         namespace: Namespace,
         *,
         device: torch.device | str = "cpu",
         prefix: Sequence[int] = (),
         model: str = "",
     ) -> None:
-        """Find the documents of earlier processes in a store for chunks of `geometry`.
+        """Find the documents of earlier processes in a store for chunks of `layout`.
 
+        `shape` is the shape of a token's KV in documents; a shape without heads means that no token can be stored.
         `namespace` has the fields that all namespaces of the model share; kind and salt are set here. KV is read on
         `device`. Documents are learned after the tokens of `prefix`. `model` is the model's name for people.
         """
         self.prefix, self._device = tuple(prefix), torch.device(device)
-        self.settings, self.geometry, self.names = settings, geometry, Names(namespace, prefix, model)
-        self.chunk_size = geometry.chunk_size
+        self.settings, self.names = settings, Names(namespace, prefix, model)
+        self.layout, self.shape, self.chunk_size = layout, shape, settings.chunk_size
         self.store = store
         self.server = store if isinstance(store, DocumentServer) else None  # None for a store in this process
         self.index = CacheIndex()
@@ -256,7 +258,7 @@ class CacheEngine:
     # -- KV ----------------------------------------------------------------------------------------------------------
 
     def layers(
-        self, pieces: Sequence[Piece], shape: KVShape, loaded: "Counter[str] | None" = None
+        self, pieces: Sequence[Piece], loaded: "Counter[str] | None" = None
     ) -> Generator[tuple[int, list[torch.Tensor]], None, None]:
         """Yield for each layer, in order, its number and one tensor `[K, T, H, D]` for each piece.
 
@@ -271,9 +273,9 @@ class CacheEngine:
             if len(pins) < len(pieces):
                 raise ChunkLost([piece.key for piece, pin in zip(pieces, found, strict=True) if pin is None])
             try:
-                for layer in range(shape.layers):
+                for layer in range(self.shape.layers):
                     pairs = zip(pieces, pins, strict=True)
-                    yield layer, [self._part(piece, pin, layer, shape, loaded) for piece, pin in pairs]
+                    yield layer, [self._part(piece, pin, layer, loaded) for piece, pin in pairs]
             finally:
                 settle(self._device)  # Copies from slots on any stream must end before the slots are unpinned.
             # A cache server takes slots from a process that it believes dead. This process may not have noticed.
@@ -292,7 +294,7 @@ class CacheEngine:
         metas = {}
         for one, naming in zip(chunks, namings, strict=True):
             if places[naming.key] is None and (naming.longer is None or places[naming.longer] is None):
-                size = self.geometry.part_bytes * one.tokens // self.chunk_size  # The slot's other bytes are stale.
+                size = self.layout.part_bytes * one.tokens // self.chunk_size  # The slot's other bytes are stale.
                 label = " ".join(filter(None, (naming.label, one.details)))
                 kept, at = (chain.kind, naming.key, chain.namespace, tenant_of(salt)), one.chunk * self.chunk_size
                 metas[one] = self._meta(*kept, one.tokens, at, size, label)
@@ -316,7 +318,7 @@ class CacheEngine:
             return None
         metas, tenant = [], self.names.tenant_of(namespace)
         for key, place, (start, stop) in zip(keys, places, chunk_bounds(len(tokens), self.chunk_size), strict=True):
-            size = (stop - start) * self.geometry.token_bytes
+            size = self.shape.part_bytes(stop - start)
             label = document_label(tokens, name) if stop == len(tokens) else ""
             if place is None:
                 metas.append(self._meta(RecordKind.DOCUMENT, key, namespace, tenant, stop - start, start, size, label))
@@ -345,7 +347,7 @@ class CacheEngine:
 
     def capacity(self) -> dict[str, float]:
         """Return how many document tokens fit into memory, and into the disk tier if there is one."""
-        token = (self.geometry.token_bytes or self.geometry.part_bytes / self.chunk_size) * self.geometry.parts
+        token = (self.shape.token_bytes or self.layout.part_bytes / self.chunk_size) * self.layout.parts
         has_disk = self.settings.local_disk is not None and self.server is None
         disk = {"disk": self.settings.max_local_disk_size * GIB // token} if has_disk else {}
         return {"host": self.store.slots * self.chunk_size} | disk
@@ -372,22 +374,22 @@ class CacheEngine:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _part(self, piece: Piece, pin: Pin, layer: int, shape: KVShape, loaded: "Counter[str] | None") -> torch.Tensor:
-        part = shape.part(self.store.part(pin, layer), piece.stored)
+    def _part(self, piece: Piece, pin: Pin, layer: int, loaded: "Counter[str] | None") -> torch.Tensor:
+        part = self.shape.part(self.store.part(pin, layer), piece.stored)
         if loaded is not None:
-            loaded[pin.place] += shape.part_bytes(piece.stored)
+            loaded[pin.place] += self.shape.part_bytes(piece.stored)
         return part[:, piece.skip : piece.skip + piece.tokens]
 
     def _record_bytes(self, piece: Piece) -> int:
         if piece.kind is RecordKind.PAGES:
-            return self.geometry.part_bytes * self.geometry.parts
-        return piece.stored * self.geometry.token_bytes * self.geometry.parts
+            return self.layout.part_bytes * self.layout.parts
+        return self.shape.part_bytes(piece.stored) * self.layout.parts
 
     def _meta(
         self, kind: RecordKind, key: ChunkKey, namespace: bytes, tenant: str, tokens: int, at: int, size: int, note: str
     ) -> RecordMeta:
         return RecordMeta(
-            key=key, namespace=namespace, tokens=tokens, first=at, parts=self.geometry.parts, part_bytes=size,
+            key=key, namespace=namespace, tokens=tokens, first=at, parts=self.layout.parts, part_bytes=size,
             kind=kind, label=note, model=self.names.model, tenant=tenant,
         )  # fmt: skip
 
@@ -400,7 +402,7 @@ class CacheEngine:
         """Return the share of the pin quota that a document takes: of the disk, or of memory without a disk."""
         need, room = float(len(document.keys)), self.settings.document_share * self.store.slots
         if self.settings.local_disk is not None:
-            need = float(self.geometry.document_bytes(len(document.tokens)))
+            need = float(document_bytes(len(document.tokens), self.chunk_size, self.shape, self.layout.parts))
             room = self.settings.document_share * self.settings.max_local_disk_size * GIB
         return need / room if room else float("inf")
 

@@ -1,4 +1,4 @@
-"""An arena: the chunks of one size in a cache server, for all models with this chunk size, and their documents."""
+"""An arena: the chunks of one layout in a cache server, and their documents."""
 
 import threading
 import time
@@ -16,9 +16,9 @@ from lmc.server.budget import Budget
 from lmc.server.journal import Journal
 from lmc.server.learning import WaitingDocuments
 from lmc.server.quotas import Owners, Quota, Quotas
-from lmc.server.sizes import Sizes
 from lmc.shapes import GIB
 from lmc.storage.change_log import ChangeLog, Chunk
+from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.eviction import FairShares, Owner
 from lmc.storage.memory.slab import Slab, Slot
 from lmc.storage.slots import Backing
@@ -44,7 +44,7 @@ class Arena:
         slab: Slab,
         tiers: Sequence[Tier],
         *,
-        sizes: Sizes,
+        layout: ChunkLayout,
         backing: "ArenaBacking",
         everything: ChangeLog,
         document_share: float,
@@ -60,7 +60,7 @@ class Arena:
         `neighbours` returns all arenas, which share the quotas.
         """
         changes, self._fair = _ArenaChanges(everything), FairShares(quotas)
-        self.sizes, self._backing, self._quotas = sizes, backing, quotas
+        self.layout, self._backing, self._quotas = layout, backing, quotas
         self.store = Store(
             slab, tiers, document_share=document_share, backing=backing, changes=changes, fair=self._fair
         )
@@ -77,7 +77,7 @@ class Arena:
             keys_of=lambda _, __, keys: keys,
             learn=lambda document: self.waiting.want(document.id, Unlearned.of(document)),
             unqueue=lambda document: self.waiting.discard(document.id),
-            size=lambda document: len(document.keys) * sizes.slot_bytes / room if room else float("inf"),
+            size=lambda document: len(document.keys) * layout.slot_bytes / room if room else float("inf"),
             share=share,
         )
 
@@ -134,7 +134,7 @@ class Arena:
     @property
     def empty_bytes(self) -> int:
         """Bytes of memory that were allocated, and that no chunk uses."""
-        return self.store.empty_slots * self.sizes.slot_bytes
+        return self.store.empty_slots * self.layout.slot_bytes
 
     def owns(self, document: KnownDocument) -> bool:
         """Return whether a document belongs to this arena, not to another arena with as many parts per chunk."""
@@ -225,11 +225,11 @@ class ArenaBacking(Backing):
     """The memory of an arena: a part of the budget, allocated ahead, and a journal if it outlives the server."""
 
     def __init__(
-        self, budget: Budget, sizes: Sizes, slab: Slab, journal: Journal | None, quarantined: Collection[Slot]
+        self, budget: Budget, layout: ChunkLayout, slab: Slab, journal: Journal | None, quarantined: Collection[Slot]
     ) -> None:
-        self._budget, self._sizes, self._slab, self._journal = budget, sizes, slab, journal
+        self._budget, self._layout, self._slab, self._journal = budget, layout, slab, journal
         self.quarantined = quarantined
-        self._goal = min(AHEAD_BYTES, budget.size // AHEAD_SHARE) // sizes.slot_bytes  # empty slots
+        self._goal = min(AHEAD_BYTES, budget.size // AHEAD_SHARE) // layout.slot_bytes  # empty slots
         self._used, self._stopped = threading.Event(), False
         self._pause = 0.0  # monotonic time until which no memory is claimed
         self._thread: threading.Thread | None = None
@@ -237,13 +237,13 @@ class ArenaBacking(Backing):
     def restored(self) -> list[tuple[Slot, RecordMeta]]:
         """Return the chunks that an earlier server has left in memory."""
         chunks = self._journal.restore() if self._journal is not None else []
-        self._budget.count(self._sizes, len(chunks))
+        self._budget.count(self._layout, len(chunks))
         return chunks
 
     @property
     def clients(self) -> int:
         """Number of connections of clients with the arena."""
-        return self._budget.users(self._sizes)
+        return self._budget.users(self._layout)
 
     def start(self, allocate_ahead: Callable[[int], bool]) -> None:
         """Start the thread that allocates memory for slots before they are needed, from the first chunk on.
@@ -259,11 +259,11 @@ class ArenaBacking(Backing):
         """See `Backing.claim`. After the system had no memory, claims fail for `NO_MEMORY_SECONDS`."""
         if not ahead:
             self._used.set()
-        return time.monotonic() >= self._pause and self._budget.take(self._sizes, ahead=ahead)
+        return time.monotonic() >= self._pause and self._budget.take(self._layout, ahead=ahead)
 
     def unclaim(self) -> None:
         """See `Backing.unclaim`."""
-        self._budget.count(self._sizes, -1)
+        self._budget.count(self._layout, -1)
 
     def allocate(self, slots: Sequence[Slot]) -> set[Slot]:
         """See `Backing.allocate`. One thread is enough: the system allocates the memory for one thread at a time."""
@@ -328,18 +328,18 @@ class _ArenaChanges(ChangeLog):
 class ArenaTier(Wrapped):
     """One arena's view of a tier that all arenas share."""
 
-    def __init__(self, inner: Tier, logs: "ChangeLogs", sizes: Sizes) -> None:
+    def __init__(self, inner: Tier, logs: "ChangeLogs", layout: ChunkLayout) -> None:
         super().__init__(inner)
-        self._logs, self._sizes = logs, sizes
+        self._logs, self._layout = logs, layout
 
     def headers(self) -> Iterator[RecordMeta]:
         """Return the headers of records that fit in this arena."""
         assert is_local(self.inner)
-        return (meta for meta in self.inner.headers() if self._sizes.fit(meta))
+        return (meta for meta in self.inner.headers() if self._layout.fit(meta))
 
     def report_to(self, changes: ChangeLog) -> None:
         """Report the tier's changes to another log."""
-        self._logs.all.append((self._sizes, changes))
+        self._logs.all.append((self._layout, changes))
 
     def close(self) -> None:
         """Do nothing: other arenas may still use the tier."""
@@ -350,7 +350,7 @@ class ChangeLogs(ChangeLog):
 
     def __init__(self) -> None:
         super().__init__()
-        self.all: list[tuple[Sizes, ChangeLog]] = []
+        self.all: list[tuple[ChunkLayout, ChangeLog]] = []
 
     def remove(self, changes: object) -> None:
         """Stop passing changes on to a log."""
@@ -358,8 +358,8 @@ class ChangeLogs(ChangeLog):
 
     def appeared(self, place: str, meta: RecordMeta) -> None:
         """See `ChangeLog.appeared`."""
-        for sizes, changes in self.all:
-            if sizes.fit(meta):
+        for layout, changes in self.all:
+            if layout.fit(meta):
                 changes.appeared(place, meta)
 
     def left(self, place: str, key: ChunkKey) -> None:

@@ -1,4 +1,4 @@
-"""The memory of a cache server: one budget, and an arena for each chunk size, which grows and shrinks.
+"""The memory of a cache server: one budget, and an arena for each chunk layout, which grows and shrinks.
 
 The slab of an arena reserves addresses for the whole budget, but memory only for the slots in use. When the budget is
 spent, an arena that needs a slot evicts one of its own chunks. If it has less than its equal share, a thread takes
@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lmc.config.settings import Settings
-from lmc.documents.file import file_of_geometry
+from lmc.documents.file import file_of_layout
 from lmc.documents.keeper import PinnedShare
 from lmc.documents.known import KnownDocument
 from lmc.errors import NoMemory, StorageError
@@ -23,9 +23,9 @@ from lmc.server.budget import Budget
 from lmc.server.journal import Journal
 from lmc.server.lifelines import Lifelines, wait_until_gone
 from lmc.server.quotas import Quotas
-from lmc.server.sizes import Sizes
 from lmc.shapes import GIB, MIB
 from lmc.storage.change_log import Amount, ChangeLog
+from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.memory.host_memory import memory_available
 from lmc.storage.memory.slab import Slab, Slot
 from lmc.storage.store import Store
@@ -76,28 +76,28 @@ class Arenas:
         for tier, logs in self._tiers:
             if is_local(tier):
                 tier.report_to(logs)
-        self._arenas: dict[Sizes, Arena] = {}
+        self._arenas: dict[ChunkLayout, Arena] = {}
         self._lock, self._closed = threading.Condition(threading.Lock()), False
-        self._making: set[Sizes] = set()  # chunk sizes whose new arena waits until others are closed for it
-        self._closing: set[Sizes] = set()  # chunk sizes whose arena is being closed, outside the lock
-        for sizes in self._kept():
-            self._arenas[sizes] = self._made(sizes)
+        self._making: set[ChunkLayout] = set()  # layouts whose new arena waits until others are closed for it
+        self._closing: set[ChunkLayout] = set()  # layouts whose arena is being closed, outside the lock
+        for layout in self._kept():
+            self._arenas[layout] = self._made(layout)
         self._mover = threading.Thread(target=self._move, name="lmc-memory", daemon=True)
         self._mover.start()
 
-    def open(self, sizes: Sizes) -> Arena:
-        """Return the arena for a chunk size, and count one more client for it.
+    def open(self, layout: ChunkLayout) -> Arena:
+        """Return the arena for a chunk layout, and count one more client for it.
 
         Raises `NoMemory` if one chunk is larger than the budget. Raises `StorageError` if clients already use too many
-        other chunk sizes, or if the server is shutting down.
+        other chunk layouts, or if the server is shutting down.
         """
         with self._lock:
-            self._lock.wait_for(lambda: self._closed or sizes not in self._making | self._closing)
-            leaving = self._taken_out_for(sizes)
-            if sizes in self._arenas and not leaving:
-                self.budget.use(sizes, 1)
-                return self._arenas[sizes]
-            self._making.add(sizes)
+            self._lock.wait_for(lambda: self._closed or layout not in self._making | self._closing)
+            leaving = self._taken_out_for(layout)
+            if layout in self._arenas and not leaving:
+                self.budget.use(layout, 1)
+                return self._arenas[layout]
+            self._making.add(layout)
         try:
             with ExitStack() as closing:  # Closing may take long; other clients can attach in the meantime.
                 for arena in leaving:
@@ -105,20 +105,20 @@ class Arenas:
             with self._lock:
                 if self._closed:
                     raise StorageError("the cache server is shutting down")
-                if sizes not in self._arenas:
-                    self._arenas = {**self._arenas, sizes: self._made(sizes)}
-                self.budget.use(sizes, 1)
-                return self._arenas[sizes]
+                if layout not in self._arenas:
+                    self._arenas = {**self._arenas, layout: self._made(layout)}
+                self.budget.use(layout, 1)
+                return self._arenas[layout]
         finally:
             with self._lock:
-                self._making.discard(sizes)
+                self._making.discard(layout)
                 self._lock.notify_all()
 
     def left(self, arena: Arena) -> None:
         """Subtract a client from an arena's count."""
-        self.budget.use(arena.sizes, -1)
+        self.budget.use(arena.layout, -1)
 
-    def _taken_out_for(self, new: Sizes) -> list[Arena]:
+    def _taken_out_for(self, new: ChunkLayout) -> list[Arena]:
         """Remove arenas without clients from the list, if one more would be too many; return them to be closed.
 
         Raises `StorageError` if too few arenas are without clients, or if the server is shutting down. The caller
@@ -127,17 +127,17 @@ class Arenas:
         if self._closed:
             raise StorageError("the cache server is shutting down")
         others = {*self._arenas, *self._making} - {new}
-        unused = [sizes for sizes in self._arenas if not self.budget.used(sizes)]
-        unused = [sizes for sizes in unused if sizes != new and sizes not in self._making]
+        unused = [layout for layout in self._arenas if not self.budget.used(layout)]
+        unused = [layout for layout in unused if layout != new and layout not in self._making]
         too_many = max(0, len(others) + 1 - self._most)
         if len(unused) < too_many:
-            reason = f"clients already use the maximum number of chunk geometries ({self._most})"
+            reason = f"clients already use the maximum number of chunk layouts ({self._most})"
             hint = ", or this server without --page-locked" if self.page_locked else ""
             raise StorageError(f"{reason}: start another server{hint}")
         leaving = unused[:too_many]
         self._closing.update(leaving)
-        closed = [self._arenas[sizes] for sizes in leaving]
-        self._arenas = {sizes: arena for sizes, arena in self._arenas.items() if sizes not in leaving}
+        closed = [self._arenas[layout] for layout in leaving]
+        self._arenas = {layout: arena for layout, arena in self._arenas.items() if layout not in leaving}
         return closed
 
     def _close(self, arena: Arena) -> None:
@@ -145,16 +145,16 @@ class Arenas:
 
         Chunks that are only in memory are written to the tiers.
         """
-        log.info("closed the memory of a chunk geometry without clients: there are too many geometries")
+        log.info("closed the memory of a chunk layout without clients: there are too many layouts")
         try:
             arena.close()
             arena.leave()
         finally:
             with self._lock:
-                self.budget.forget(arena.sizes)
+                self.budget.forget(arena.layout)
                 for _, logs in self._tiers:
                     logs.remove(arena.store.changes)
-                self._closing.discard(arena.sizes)
+                self._closing.discard(arena.layout)
                 self._lock.notify_all()
 
     def all(self) -> list[Arena]:
@@ -178,35 +178,35 @@ class Arenas:
                 tier.close()
         self._mover.join()
 
-    def _made(self, sizes: Sizes) -> Arena:
-        settings, slots = self._settings, self.budget.size // sizes.slot_bytes
+    def _made(self, layout: ChunkLayout) -> Arena:
+        settings, slots = self._settings, self.budget.size // layout.slot_bytes
         if slots > MAX_SLOTS:
-            raise StorageError(f"chunks of {sizes.slot_bytes} bytes are too small for a cache server: raise chunk_size")
+            chunks = f"chunks of {layout.slot_bytes} bytes"
+            raise StorageError(f"{chunks} are too small for a cache server: raise chunk_size")
         if not slots:
-            size = f"a chunk of {sizes.slot_bytes / MIB:.3f} MiB does not fit into {self.budget.size / MIB:.3f} MiB"
-            raise NoMemory(f"{size} of memory: raise max_local_cpu_size of the cache server")
-        file = self._memory / f"{sizes.name}-{slots}.slab" if self._memory else None
+            lack = f"a chunk of {layout.slot_bytes / MIB:.3f} MiB does not fit into {self.budget.size / MIB:.3f} MiB"
+            raise NoMemory(f"{lack} of memory: raise max_local_cpu_size of the cache server")
+        file = self._memory / f"{layout.name}-{slots}.slab" if self._memory else None
         adopted = file is not None and file.exists()
-        slab = Slab(
-            slots, sizes.shares, sizes.part_bytes, shared=True, sparse=True, page_locked=self.page_locked, file=file
-        )
+        parts, size = layout.parallelism, layout.part_bytes
+        slab = Slab(slots, parts, size, shared=True, sparse=True, page_locked=self.page_locked, file=file)
         if file is not None and self._group is not None:
             os.chown(file, -1, self._group)
             file.chmod(0o660)
-        arena_tiers = [ArenaTier(tier, logs, sizes) for tier, logs in self._tiers]
-        tiers = coded(arena_tiers, settings, sizes.item_bytes)
-        self.budget.count(sizes, 0)
+        arena_tiers = [ArenaTier(tier, logs, layout) for tier, logs in self._tiers]
+        tiers = coded(arena_tiers, settings, layout.item_bytes)
+        self.budget.count(layout, 0)
         journal = Journal(file.with_suffix(".chunks"), slab) if file else None
         arena = Arena(
             slab,
             tiers,
-            sizes=sizes,
-            backing=ArenaBacking(self.budget, sizes, slab, journal, list(map(Slot, range(slots))) if adopted else ()),
+            layout=layout,
+            backing=ArenaBacking(self.budget, layout, slab, journal, list(map(Slot, range(slots))) if adopted else ()),
             everything=self.changes,
             document_share=settings.document_share,
             share=self._pinned,
             room=self._room_for_pins(),
-            pins_file=self._pins_file(sizes),
+            pins_file=self._pins_file(layout),
             quotas=self.quotas,
             neighbours=self.all,
         )
@@ -225,24 +225,24 @@ class Arenas:
         room = settings.max_local_disk_size if settings.local_disk else settings.max_local_cpu_size
         return int(settings.document_share * room * GIB)
 
-    def _pins_file(self, sizes: Sizes) -> Path | None:
+    def _pins_file(self, layout: ChunkLayout) -> Path | None:
         """Return the file that records the pins of an arena; None if nothing outlives the server."""
         place = self._settings.local_disk or self._memory
-        return place / file_of_geometry(sizes.name) if place else None
+        return place / file_of_layout(layout.name) if place else None
 
-    def _kept(self) -> list[Sizes]:
-        """Return the chunk sizes with memory of an earlier server; remove memory whose size differs from the budget."""
-        geometries = []
+    def _kept(self) -> list[ChunkLayout]:
+        """Return the layouts with memory of an earlier server; remove memory whose size differs from the budget."""
+        layouts = []
         for path in sorted(self._memory.glob("*.slab")) if self._memory else ():
             name, _, slots = path.stem.rpartition("-")
-            sizes = Sizes.named(name)
-            if sizes is not None and slots == str(self.budget.size // sizes.slot_bytes):
-                geometries.append(sizes)
+            layout = ChunkLayout.named(name)
+            if layout is not None and slots == str(self.budget.size // layout.slot_bytes):
+                layouts.append(layout)
             else:
                 log.warning("removed %s: it was made with another max_local_cpu_size", path)
                 path.unlink()
                 path.with_suffix(".chunks").unlink(missing_ok=True)
-        return geometries
+        return layouts
 
     def _end_quarantine(self, store: Store) -> None:
         """Release a store's quarantined slots for use, once no client of an earlier server can write into them."""
@@ -254,21 +254,21 @@ class Arenas:
         """Reclaim memory from arenas above their share while other arenas request it."""
         while self.budget.refused.wait() and not self._closed:
             self.budget.refused.clear()
-            immovable: set[Sizes] = set()
+            immovable: set[ChunkLayout] = set()
             while (owing := self.budget.owing(immovable)) and not self._closed:
-                sizes, slots = owing
-                freed = self._shrunk(sizes, slots)
-                self.budget.count(sizes, -freed)
+                layout, slots = owing
+                freed = self._shrunk(layout, slots)
+                self.budget.count(layout, -freed)
                 if not freed:
-                    immovable.add(sizes)
+                    immovable.add(layout)
 
-    def _shrunk(self, sizes: Sizes, slots: int) -> int:
+    def _shrunk(self, layout: ChunkLayout, slots: int) -> int:
         """Reclaim up to `slots` slots of an arena; return their number, which is 0 if the arena is being closed."""
-        arena = self._arenas.get(sizes)
+        arena = self._arenas.get(layout)
         try:
             return arena.store.shrink(slots) if arena is not None else 0
         except Exception:  # Other arenas can still give memory.
-            log.exception("reclaiming memory from a chunk geometry failed")
+            log.exception("reclaiming memory from a chunk layout failed")
             return 0
 
 

@@ -3,7 +3,7 @@
 An engine attaches in this order, on two connections, one for quick and one for slow requests:
 
 1. Both sides send `Hello`. If the protocols differ, the server's says why it refuses, and the connection ends.
-2. The client sends `Sizes` (`sizes.py`).
+2. The client sends `Attach`.
 3. The server opens an arena and a lease (`Session` in `server.py`), and answers with `Attached` (`messages.py`) and the
    descriptor of the slab.
 4. The client locks its lifeline and maps the slab (`client/attachment.py`).
@@ -14,10 +14,10 @@ The command line uses this module for status requests, so it must not import tor
 
 import msgspec
 
-from lmc.server.sizes import Sizes
+from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.stats import StoreStats
 
-PROTOCOL = 3  # protocol version; it changes with each incompatible change of messages
+PROTOCOL = 4  # protocol version; it changes with each incompatible change of messages
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -26,6 +26,12 @@ class Hello(msgspec.Struct, frozen=True):
     protocol: int
     version: str  # lmc's version
     refused: str = ""  # why the server closes the connection
+
+
+class Attach(msgspec.Struct, frozen=True, tag=True):
+    """The second frame of a client: the sizes of its chunks, which select its arena."""
+
+    layout: ChunkLayout
 
 
 class Status(msgspec.Struct, frozen=True, tag=True):
@@ -59,4 +65,4 @@ class ServerStatus(msgspec.Struct, frozen=True):
     arenas: list[ArenaStatus]
 
 
-Opening = Sizes | Status | CheckIntegrity | Retire
+Opening = Attach | Status | CheckIntegrity | Retire

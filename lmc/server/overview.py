@@ -60,9 +60,9 @@ class Overview:
         budget = self._arenas.budget
         arenas = [
             {
-                "parts": arena.sizes.shares.parts,
-                "part_bytes": arena.sizes.part_bytes,
-                "memory_bytes": budget.taken[arena.sizes],
+                "parts": arena.layout.parts,
+                "part_bytes": arena.layout.part_bytes,
+                "memory_bytes": budget.taken[arena.layout],
                 "held": arena.store.held(),
             }
             for arena in self._arenas.all()

@@ -27,7 +27,7 @@ from lmc.server.greeting import PROTOCOL, ArenaStatus, CheckIntegrity, Hello, Op
 from lmc.server.lease import Lease
 from lmc.server.lifelines import Lifelines
 from lmc.server.own_files import OwnFiles
-from lmc.server.sizes import Sizes
+from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.tiers.tier import Tier
 from lmc.storage.tiers.tier_guard import TierGuard
 
@@ -40,7 +40,7 @@ ACCEPT_PAUSE_SECONDS = 0.1  # after a connection that could not be accepted
 
 _request: msgspec.msgpack.Decoder[m.Request] = msgspec.msgpack.Decoder(m.AnyRequest)
 _hello: msgspec.msgpack.Decoder[Hello] = msgspec.msgpack.Decoder(Hello)
-_opening: msgspec.msgpack.Decoder[Sizes | Status | CheckIntegrity | Retire] = msgspec.msgpack.Decoder(Opening)
+_opening: msgspec.msgpack.Decoder[Opening] = msgspec.msgpack.Decoder(Opening)
 _encode = msgspec.msgpack.Encoder().encode
 
 complain = TierGuard().complain  # logs each kind of problem at most once a minute
@@ -178,9 +178,9 @@ class CacheServer:
         budget = self.arenas.budget
         arenas = [
             ArenaStatus(
-                arena.sizes.shares.parts,
-                arena.sizes.part_bytes,
-                budget.taken[arena.sizes],
+                arena.layout.parts,
+                arena.layout.part_bytes,
+                budget.taken[arena.layout],
                 arena.store.held(),
                 arena.store.stats(),
             )
@@ -191,7 +191,7 @@ class CacheServer:
     def check_integrity(self) -> list[str]:
         """Return a sentence for each inconsistency of the bookkeeping of all arenas."""
         return [
-            f"chunks of {arena.sizes.shares.parts} x {arena.sizes.part_bytes} bytes: {fault}"
+            f"chunks of {arena.layout.parts} x {arena.layout.part_bytes} bytes: {fault}"
             for arena in self.arenas.all()
             for fault in arena.store.check_integrity()
         ]
@@ -237,7 +237,7 @@ class Session:
             if isinstance(opening, CheckIntegrity):
                 self._channel.send(OK + _encode(self._server.check_integrity()))
                 return
-            lease = self._attach(opening)
+            lease = self._attach(opening.layout)
             while (frame := self._channel.receive()) is not None:
                 self._answer(decoded(_request, frame), lease)
         except TimeoutError:
@@ -311,7 +311,7 @@ class Session:
         self._channel.send(_encode(Hello(PROTOCOL, __version__, refused)))
         return refused
 
-    def _opening(self, refused: str) -> Sizes | Status | CheckIntegrity | Retire:
+    def _opening(self, refused: str) -> Opening:
         """Return the purpose of the connection.
 
         With another version, a server may take over, but clients may not attach.
@@ -323,12 +323,12 @@ class Session:
                 return opening
         raise BrokenProtocol(refused)
 
-    def _attach(self, sizes: Sizes) -> Lease:
-        """Open the arena for the client's chunk size, and send the client the descriptor of the arena's memory."""
-        if not sizes.possible:
+    def _attach(self, layout: ChunkLayout) -> Lease:
+        """Open the arena for the client's chunks, and send the client the descriptor of the arena's memory."""
+        if not layout.possible:
             raise BrokenProtocol("sent invalid chunk sizes")
         try:
-            arena = self._server.arenas.open(sizes)
+            arena = self._server.arenas.open(layout)
             try:
                 self._lease = Lease(arena, self._server.lifelines.new(), self._server.introduced)
             except BaseException:

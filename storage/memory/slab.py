@@ -30,7 +30,7 @@ from lmc.storage.memory.host_memory import (
 )
 from lmc.storage.memory.memory_files import locked, punch, seal_size, take_pages, whole_pages
 from lmc.storage.memory.page_lock import lock, lock_beside
-from lmc.storage.shares import Share, Shares
+from lmc.storage.worker_parts import Parallelism, WorkerParts
 
 Slot = NewType("Slot", int)
 
@@ -44,7 +44,7 @@ class SlabAddress:
 
     path: str  # the owner's open file, under /proc
     slots: int
-    shares: Shares
+    parallelism: Parallelism
     part_bytes: int
     sparse: bool = False  # see `Slab`
     page_locked: bool = False  # see `Slab`
@@ -62,13 +62,13 @@ class Slab:
     """`slots` × `[L parts]` of uint8 on one device.
 
     In host memory, parts start at page boundaries, as direct I/O requires, and are page-locked if CUDA is available.
-    The parts of one worker are contiguous, slot after slot; see `lmc.storage.shares`.
+    The parts of one worker are contiguous, slot after slot; see `lmc.storage.worker_parts`.
     """
 
     def __init__(
         self,
         slots: int,
-        parts: int | Shares,
+        parts: int | Parallelism,
         part_bytes: int,
         device: torch.device | str = "cpu",
         *,
@@ -77,17 +77,17 @@ class Slab:
         page_locked: bool = False,
         file: Path | None = None,
         at: SlabAddress | None = None,
-        share: Share | None = None,
+        worker: WorkerParts | None = None,
     ) -> None:
-        """Allocate the memory, or map the slab of another process `at` its address, to use one `share` of it.
+        """Allocate the memory, or map the slab of another process `at` its address, to use the parts of one `worker`.
 
         The memory of a `sparse` slab is taken slot by slot at the first write. Its owner limits how much is taken, and
         gives back slots that are not needed. A sparse slab is page-locked only with `page_locked`: then no memory is
-        given back, and workers lock their shares of it. A `file` on tmpfs keeps the memory for the next process.
+        given back, and workers lock their parts of it. A `file` on tmpfs keeps the memory for the next process.
         Raises `NoMemory` with the requested and the available size.
         """
-        self._shares = parts if isinstance(parts, Shares) else Shares((parts,))
-        self.slots, self.parts, self.part_bytes = slots, self._shares.parts, part_bytes
+        self._parallelism = parts if isinstance(parts, Parallelism) else Parallelism((parts,))
+        self.slots, self.parts, self.part_bytes = slots, self._parallelism.parts, part_bytes
         assert min(slots, self.parts, part_bytes) > 0
         self.stride = aligned(part_bytes)
         self.device = torch.device(device)
@@ -100,7 +100,7 @@ class Slab:
             there = f"does not fit on {device}: {room / GIB:.2f} GiB are available"
             raise NoMemory(f"a slab of {self.bytes / GIB:.2f} GiB {there}; lower {lower}")
         if self.device.type == "cpu":
-            memory = self._shared_memory(at, share) if shared or at else new_memory(self.bytes)
+            memory = self._shared_memory(at, worker) if shared or at else new_memory(self.bytes)
             self._view = memoryview(memory)
             flat = torch.frombuffer(memory, dtype=torch.uint8, count=self.bytes)
             if shared or at:
@@ -111,28 +111,28 @@ class Slab:
         # The workers that attach to a shared slab copy to and from the GPU. The owner does not, and page-locking would
         # create a useless CUDA context in it.
         if self.device.type == "cpu" and not shared and torch.cuda.is_available():
-            self._page_lock(share)
+            self._page_lock(worker)
         self._at = [(0, 0)] * self.parts  # by part: its row in slot 0, and the number of rows to the next slot
-        self._of_shares: list[tuple[Share, torch.Tensor]] = []  # each share with its memory [slots, its parts, stride]
-        for one in self._shares.all:
+        self._of_workers: list[tuple[WorkerParts, torch.Tensor]] = []  # with the memory [slots, parts, stride] of each
+        for one in self._parallelism.workers:
             row = self._stretch(one)[0] // self.stride
-            self._at[one.parts] = [(row + layer, one.count) for layer in range(one.count)]
+            self._at[one.numbers] = [(row + layer, one.count) for layer in range(one.count)]
             rows = self._rows[row : row + slots * one.count]
-            self._of_shares.append((one, rows.view(slots, one.count, self.stride)))
+            self._of_workers.append((one, rows.view(slots, one.count, self.stride)))
         self._written: dict[Slot, torch.cuda.Event] = {}  # on a GPU: the last write that was issued to each slot
 
     @classmethod
     def of_size(
         cls,
         budget: float,
-        parts: int | Shares,
+        parts: int | Parallelism,
         part_bytes: int,
         device: torch.device | str = "cpu",
         *,
         shared: bool = False,
     ) -> "Slab":
         """Create a slab with as many slots as fit in `budget` bytes. Raises `NoMemory` if none fits."""
-        slot_bytes = (parts.parts if isinstance(parts, Shares) else parts) * aligned(part_bytes)
+        slot_bytes = (parts.parts if isinstance(parts, Parallelism) else parts) * aligned(part_bytes)
         if budget < slot_bytes:
             taken = f"one takes {slot_bytes / MIB:.3f} MiB"
             raise NoMemory(f"a slab of {budget / MIB:.3f} MiB holds no chunk: {taken}; raise its size")
@@ -141,12 +141,14 @@ class Slab:
     # -- shared with other processes ---------------------------------------------------------------------------------
 
     @classmethod
-    def attach(cls, at: SlabAddress, share: Share | None = None) -> "Slab":
-        """Map the shared slab of another process, to use one share of it or all of it.
+    def attach(cls, at: SlabAddress, worker: WorkerParts | None = None) -> "Slab":
+        """Map the shared slab of another process, to use the parts of one worker or all parts.
 
         Raises `StorageError` if it cannot be opened.
         """
-        return cls(at.slots, at.shares, at.part_bytes, sparse=at.sparse, page_locked=at.page_locked, at=at, share=share)
+        return cls(
+            at.slots, at.parallelism, at.part_bytes, sparse=at.sparse, page_locked=at.page_locked, at=at, worker=worker
+        )
 
     @cached_property
     def address(self) -> SlabAddress:
@@ -154,7 +156,7 @@ class Slab:
         return self._at_address or SlabAddress(
             path=f"/proc/{os.getpid()}/fd/{self.file}",
             slots=self.slots,
-            shares=self._shares,
+            parallelism=self._parallelism,
             part_bytes=self.part_bytes,
             sparse=self._sparse,
             page_locked=self._page_locked,
@@ -185,8 +187,8 @@ class Slab:
     # -- bytes -------------------------------------------------------------------------------------------------------
 
     def slot(self, slot: Slot) -> torch.Tensor:
-        """Return a view of all parts of `slot`: uint8 `[L, stride]`. The slab must have only one share."""
-        ((_, memory),) = self._of_shares
+        """Return a view of all parts of `slot`: uint8 `[L, stride]`. The slab must be of one worker."""
+        ((_, memory),) = self._of_workers
         return memory[slot]
 
     def part(self, slot: Slot, part: int) -> torch.Tensor:
@@ -200,7 +202,7 @@ class Slab:
 
     def memory(self, slot: Slot, first: int, count: int, size: int) -> list[memoryview]:
         """Return writable views of the first `size` bytes of `count` parts: one view if they are contiguous."""
-        if size == self.stride and len(self._of_shares) == 1:
+        if size == self.stride and len(self._of_workers) == 1:
             start = (slot * self.parts + first) * size
             return [self._view[start : start + count * size]]
         starts = [(row + slot * step) * self.stride for row, step in self._at[first : first + count]]
@@ -218,7 +220,7 @@ class Slab:
         """
         end = aligned(size)
         if end != size:
-            for _, memory in self._of_shares:
+            for _, memory in self._of_workers:
                 memory[slot, :, size:end] = 0
         self.written(slot)
 
@@ -250,8 +252,8 @@ class Slab:
         Without this, a process that writes to a page is killed if the tmpfs has no memory for it. The pages are not
         touched here: that takes two to three times as long, and the process that fills the slot maps them anyway.
         """
-        for share in self._shares.all:
-            start, size = self._stretch(share)[0], share.count * self.stride
+        for worker in self._parallelism.workers:
+            start, size = self._stretch(worker)[0], worker.count * self.stride
             if not take_pages(self.file, start + slot * size, size):
                 self.give_back(slot)
                 return False
@@ -262,8 +264,8 @@ class Slab:
 
         A page-locked slab keeps its memory, because a GPU would continue to use the old pages.
         """
-        for share in () if self._page_locked else self._shares.all:
-            start, size = self._stretch(share)[0], share.count * self.stride
+        for worker in () if self._page_locked else self._parallelism.workers:
+            start, size = self._stretch(worker)[0], worker.count * self.stride
             punch(self.file, start + slot * size, size)
 
     def snapshot(self, slot: Slot, parts: int, size: int) -> memoryview:
@@ -272,8 +274,8 @@ class Slab:
             self._written[slot].synchronize()
         copy = mmap.mmap(-1, parts * size)
         whole = torch.frombuffer(copy, dtype=torch.uint8).view(parts, size)
-        for share, memory in self._of_shares:
-            mine = whole[share.parts]
+        for worker, memory in self._of_workers:
+            mine = whole[worker.numbers]
             mine.copy_(memory[slot, : len(mine), :size])
         return memoryview(copy)
 
@@ -281,20 +283,20 @@ class Slab:
     def _stream(self) -> "torch.cuda.Stream | None":
         return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
-    def _stretch(self, share: Share) -> tuple[int, int]:
-        """Return the start and the end of a share's bytes."""
-        before = self._shares.all[: self._shares.all.index(share)]
-        start = sum(one.count for one in before) * self.slots * self.stride
-        return start, start + share.count * self.slots * self.stride
+    def _stretch(self, worker: WorkerParts) -> tuple[int, int]:
+        """Return the start and the end of the bytes of a worker's parts."""
+        workers = self._parallelism.workers
+        start = sum(one.count for one in workers[: workers.index(worker)]) * self.slots * self.stride
+        return start, start + worker.count * self.slots * self.stride
 
-    def _page_lock(self, share: Share | None) -> None:
-        whole = self.stride * (share.count if share else self.parts)
+    def _page_lock(self, worker: WorkerParts | None) -> None:
+        whole = self.stride * (worker.count if worker else self.parts)
         if not self._sparse:
-            lock(self, *(self._stretch(share) if share else (0, self.bytes)), whole)
-        elif self._page_locked and share:
-            lock_beside(self, *self._stretch(share), whole)
+            lock(self, *(self._stretch(worker) if worker else (0, self.bytes)), whole)
+        elif self._page_locked and worker:
+            lock_beside(self, *self._stretch(worker), whole)
 
-    def _shared_memory(self, at: SlabAddress | None, share: Share | None) -> mmap.mmap:
+    def _shared_memory(self, at: SlabAddress | None, worker: WorkerParts | None) -> mmap.mmap:
         size = self.bytes + self.slots * LABEL_BYTES
         if at is None:
             # A file without a name needs no room in a container's small /dev/shm, and disappears with its processes.
@@ -322,6 +324,6 @@ class Slab:
         if self._sparse:
             return memory
         # The owner has allocated the pages. This process maps them in a thread, during the first engine steps.
-        stretch = self._stretch(share) if share else (0, size)
+        stretch = self._stretch(worker) if worker else (0, size)
         threading.Thread(target=populate, args=(memory, *stretch), name="lmc-map", daemon=True).start()
         return memory

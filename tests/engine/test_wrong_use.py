@@ -24,7 +24,7 @@ from lmc.connectors.vllm.worker.native import NativeLayers
 from lmc.connectors.vllm.worker.rank_slab import RankSlab
 from lmc.errors import ConfigError, UnsupportedModel
 from lmc.storage.memory.slab import SlabAddress
-from lmc.storage.shares import Shares
+from lmc.storage.worker_parts import Parallelism
 
 DOCUMENTS = [words(150, 1), words(90, 2)]
 BOS = 1
@@ -406,7 +406,7 @@ def test_the_ranks_of_all_pipeline_stages_have_each_part_of_a_slot_once(monkeypa
         for kind, number in (("pp", stage), ("tp", rank)):
             group = SimpleNamespace(rank_in_group=number, world_size=ranks)
             monkeypatch.setattr(f"lmc.connectors.vllm.worker.rank_slab.get_{kind}_group", lambda group=group: group)
-        side = RankSlab(SlabAddress(path="", slots=1, shares=Shares(stages, ranks), part_bytes=64))
+        side = RankSlab(SlabAddress(path="", slots=1, parallelism=Parallelism(stages, ranks), part_bytes=64))
         found += [side.part(0, layer) for layer in range(stages[stage])]
         arrived += [side.needed(layer) for layer in range(stages[stage])]
     assert sorted(found) == list(range(sum(stages) * ranks))

@@ -1,4 +1,4 @@
-"""A rank's share of the slab that the scheduler's process owns."""
+"""A rank's parts of the slab that the scheduler's process owns."""
 
 import logging
 import threading
@@ -24,8 +24,8 @@ class RankSlab:
         A separate thread calls `on_end` when the cache server that owns the slab has ended.
         """
         self.at = at
-        self._share = at.shares.of(get_pp_group().rank_in_group, get_tp_group().rank_in_group)
-        self._slab = Slab.attach(at, self._share)
+        self._parts = at.parallelism.worker(get_pp_group().rank_in_group, get_tp_group().rank_in_group)
+        self._slab = Slab.attach(at, self._parts)
         if at.owner:
             if torch.cuda.is_available() and not at.page_locked:
                 text = "the memory of the cache server is not page-locked, so copies to the GPU are slower"
@@ -34,11 +34,11 @@ class RankSlab:
 
     def part(self, slot: int, layer: int) -> torch.Tensor:
         """Return the part of a slot for one of this rank's layers: uint8 `[n]`."""
-        return self._slab.part(Slot(slot), self._share.first + layer * self._share.step)
+        return self._slab.part(Slot(slot), self._parts.first + layer * self._parts.step)
 
     def needed(self, layer: int) -> int:
         """Return how many parts of a chunk must have arrived so that this layer is complete on all ranks."""
-        return self._share.needed(layer)
+        return self._parts.needed(layer)
 
     def ready(self, copies: Sequence[PageCopy | Piece]) -> int:
         """Return the smallest number of parts in a slot; `LOST`, which is less than any number, if a chunk is lost."""

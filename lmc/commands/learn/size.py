@@ -64,26 +64,27 @@ def size(
         from lmc.connectors.transformers.hf import kv_shape, tokenizer_of
     except ImportError as error:
         raise needs_transformers("lmc size", error) from error
-    from lmc.engine import Geometry
+    from lmc.documents.known import document_bytes
     from lmc.keys import chunk_bounds
-    from lmc.shapes import GIB, aligned
+    from lmc.shapes import GIB
+    from lmc.storage.chunk_layout import ChunkLayout
 
     settings, shape = Settings.load(), kv_shape(model, dtype)
-    geometry = Geometry.of(shape, settings.chunk_size)
+    chunk_size = settings.chunk_size
     tokenizer = tokenizer_of(model) if texts else None
     lengths = [len(tokenizer.encode(text, add_special_tokens=False)) for text in texts] if tokenizer else []
     sizes = Size(
         token=shape.token_bytes * shape.layers,
-        slot=aligned(geometry.part_bytes) * geometry.parts,
-        chunk_tokens=settings.chunk_size,
+        slot=ChunkLayout.of(shape, chunk_size).slot_bytes,
+        chunk_tokens=chunk_size,
         memory=settings.max_local_cpu_size * GIB,
         disk=settings.max_local_disk_size * GIB if settings.local_disk is not None else 0.0,
         documents=len(lengths),
         tokens=sum(lengths),
         shortest=min(lengths, default=0),
         longest=max(lengths, default=0),
-        on_disk=sum(map(geometry.document_bytes, lengths)),
-        slots=sum(len(chunk_bounds(length, settings.chunk_size)) for length in lengths),
+        on_disk=sum(document_bytes(length, chunk_size, shape, shape.layers) for length in lengths),
+        slots=sum(len(chunk_bounds(length, chunk_size)) for length in lengths),
     )
     if as_json:
         fit = {"fit_in_memory": sizes.fit_in_memory, "fit_on_disk": sizes.fit_on_disk} if lengths else {}

@@ -10,8 +10,9 @@ import msgspec
 
 from lmc.errors import StorageError
 from lmc.server.client.connection import ServerConnection, lock_of
+from lmc.server.greeting import Attach
 from lmc.server.messages import Attached
-from lmc.server.sizes import Sizes
+from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.memory.memory_files import locked
 from lmc.storage.memory.slab import Slab, SlabAddress
 
@@ -31,7 +32,7 @@ class Attachment:
     serial: int  # unique among the attachments of this process
 
     @classmethod
-    def open(cls, path: Path, sizes: Sizes, *, deadline: float, patience: float) -> "Attachment":
+    def open(cls, path: Path, layout: ChunkLayout, *, deadline: float, patience: float) -> "Attachment":
         """Attach to the server at a path.
 
         The timeout for responses is `deadline` seconds; for slow requests, it is `patience` seconds.
@@ -40,10 +41,10 @@ class Attachment:
         with ExitStack() as opened:
             quick = opened.enter_context(closing(ServerConnection(path, deadline)))
             opened.callback(_close, quick.files)
-            attached = quick.open(sizes, _attached)
+            attached = quick.open(Attach(layout), _attached)
             slow = opened.enter_context(closing(ServerConnection(path, deadline)))
             opened.callback(_close, slow.files)
-            slow.open(sizes, _attached)
+            slow.open(Attach(layout), _attached)
             slow.set_timeout(patience)
             serial = next(_serials)
             try:
@@ -52,8 +53,8 @@ class Attachment:
                 at = SlabAddress(
                     path=f"/proc/{os.getpid()}/fd/{quick.files[0]}",
                     slots=attached.slots,
-                    shares=sizes.shares,
-                    part_bytes=sizes.part_bytes,
+                    parallelism=layout.parallelism,
+                    part_bytes=layout.part_bytes,
                     sparse=True,
                     page_locked=attached.page_locked,
                     lifeline=attached.lifeline,

@@ -14,8 +14,7 @@ import msgspec
 from lmc import __version__
 from lmc.errors import ConfigError, StorageError, TierUnusable
 from lmc.server.channel import MAX_RESPONSE_BYTES, OK, BrokenProtocol, Channel, decoded
-from lmc.server.greeting import PROTOCOL, CheckIntegrity, Hello, Retire, ServerStatus, Status
-from lmc.server.sizes import Sizes
+from lmc.server.greeting import PROTOCOL, CheckIntegrity, Hello, Opening, Retire, ServerStatus, Status
 
 if TYPE_CHECKING:  # This module imports torch.
     from lmc.server.messages import Request
@@ -93,7 +92,7 @@ class ServerConnection:
             if refused and not any_version:
                 raise ConfigError(refused)
 
-    def open(self, opening: Sizes | Status | CheckIntegrity | Retire, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    def open(self, opening: Opening, decoder: msgspec.msgpack.Decoder[T]) -> T:
         """Send the purpose of the connection, and return the response.
 
         Raises `TierUnusable`, or `StorageError` if the server refuses.

@@ -27,8 +27,8 @@ from lmc.server.client.attachment import Attachment
 from lmc.server.client.connection import Gone
 from lmc.server.client.remote_keeper import RemoteKeeper
 from lmc.server.client.remote_learning import RemoteLearning
-from lmc.server.sizes import Sizes
 from lmc.storage.change_log import Change, Changes, Chunk
+from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.contract import ChunkStore, Pin, PinState, Reservation
 from lmc.storage.cost_model import CostModel
 from lmc.storage.memory.slab import LOST, Slab
@@ -50,7 +50,14 @@ class RemoteStore(ChunkStore, DocumentServer):
     slab: Slab | None
 
     def __init__(
-        self, path: Path, sizes: Sizes, *, deadline: float, model: str = "", tokenizer: str = "", chunk_size: int = 0
+        self,
+        path: Path,
+        layout: ChunkLayout,
+        *,
+        deadline: float,
+        model: str = "",
+        tokenizer: str = "",
+        chunk_size: int = 0,
     ) -> None:
         """Attach to the server that listens at `path`.
 
@@ -58,7 +65,7 @@ class RemoteStore(ChunkStore, DocumentServer):
         of its `tokenizer` to administrators. Documents are cut into chunks of `chunk_size` tokens. Raises
         `TierUnusable`, `ConfigError` or `StorageError`.
         """
-        self._path, self._sizes, self._deadline = path, sizes, deadline
+        self._path, self._layout, self._deadline = path, layout, deadline
         self._introduction = m.Introduce(model, tokenizer, chunk_size)
         self._lock = threading.Lock()
         self._held: set[int] = set()  # lease numbers of pins and reservations
@@ -99,7 +106,7 @@ class RemoteStore(ChunkStore, DocumentServer):
     def state(self, pin: Pin) -> PinState:
         """See `ChunkStore.state`."""
         ready = self._ready(pin)
-        return {self._sizes.shares.parts: PinState.READY, LOST: PinState.LOST}.get(ready, PinState.COMING)
+        return {self._layout.parts: PinState.READY, LOST: PinState.LOST}.get(ready, PinState.COMING)
 
     def arrived(self, pin: Pin) -> int:
         """See `ChunkStore.arrived`."""
@@ -270,7 +277,7 @@ class RemoteStore(ChunkStore, DocumentServer):
                 log.warning("lost the cache server at %s (%s): no KV is reused until it is back", self._path, reason)
 
     def _attach(self) -> Attachment:
-        return Attachment.open(self._path, self._sizes, deadline=self._deadline, patience=SLOW_REQUEST_SECONDS)
+        return Attachment.open(self._path, self._layout, deadline=self._deadline, patience=SLOW_REQUEST_SECONDS)
 
     def _take(self, at: Attachment) -> bool:
         """Use a new attachment from now on, and return whether this store is still open.

@@ -1,15 +1,15 @@
-"""Shares: the parts of a slot that belong to each worker of an engine, and their position in the slab.
+"""Which parts of a chunk belong to each worker of an engine.
 
 A chunk has one part for each layer and tensor-parallel rank. In a record, the parts of a layer are adjacent, in the
 order of the ranks. So a layer can be loaded as a whole. In memory, the parts of one worker are contiguous, slot after
-slot, so that each worker page-locks only its own share.
+slot, so that each worker page-locks only its own parts.
 """
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class WorkerParts:
     """The parts of one worker: every `step`-th part, starting with part `first`."""
 
     first: int
@@ -17,7 +17,7 @@ class Share:
     count: int  # the worker's layers
 
     @property
-    def parts(self) -> slice:
+    def numbers(self) -> slice:
         """The numbers of the worker's parts."""
         return slice(self.first, self.first + self.count * self.step, self.step)
 
@@ -27,8 +27,8 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
-    """The shares of all workers of an engine."""
+class Parallelism:
+    """The pipeline stages and tensor-parallel ranks of an engine."""
 
     stages: tuple[int, ...]  # the number of layers of each pipeline stage
     ranks: int = 1  # tensor-parallel ranks
@@ -38,11 +38,11 @@ class Shares:
         """The number of parts of a chunk."""
         return sum(self.stages) * self.ranks
 
-    def of(self, stage: int, rank: int) -> Share:
-        """Return the share of one worker."""
-        return Share(sum(self.stages[:stage]) * self.ranks + rank, self.ranks, self.stages[stage])
+    def worker(self, stage: int, rank: int) -> WorkerParts:
+        """Return the parts of one worker."""
+        return WorkerParts(sum(self.stages[:stage]) * self.ranks + rank, self.ranks, self.stages[stage])
 
     @property
-    def all(self) -> list[Share]:
-        """All shares, in their order in memory."""
-        return [self.of(stage, rank) for stage in range(len(self.stages)) for rank in range(self.ranks)]
+    def workers(self) -> list[WorkerParts]:
+        """The parts of each worker, in their order in memory."""
+        return [self.worker(stage, rank) for stage in range(len(self.stages)) for rank in range(self.ranks)]
