@@ -185,45 +185,37 @@ STORED_LINES = {"chunks stored": "stored_chunks", "tokens stored": "stored_token
 
 
 def table(url: str, numbers: Numbers, seconds: float | None = None) -> Table:
-    """Return the table of rates for numbers counted in `seconds`. Without `seconds`, the table has totals."""
+    """Return the table of rates for numbers counted in `seconds`. Without `seconds`, the table has totals.
+
+    It has a column per tier, or per engine of a router.
+    """
     title = "lmc: totals since the start" if seconds is None else f"lmc: per second, over the last {seconds:.1f} s"
-    if any(name in ROUTED for name, _ in numbers):
-        return router_table(url, numbers, seconds, title)
+    is_router = any(name in ROUTED for name, _ in numbers)
+    rates: Rates = defaultdict(lambda: defaultdict(float))
+    columns = set[str]()
+    for (name, labels), n in numbers.items():
+        metric, column = METRICS[name], ""
+        if labels and (metric.labels[0] == "engine" or not is_router):
+            column = labels[0]
+            columns.add(column)
+        unit = 1.0 if seconds is None or metric.gauge else seconds
+        rates[name if is_router else key(name, labels[1:])][column] += n / unit
     shown = Table("", "all", title=title, caption=Text(url), box=box.SIMPLE_HEAD)
-    places = fastest_first({labels[0] for _, labels in numbers if labels})
-    for place in places:
-        shown.add_column(Text(place), justify="right")
     shown.columns[1].justify = "right"
-    rates: Rates = defaultdict(dict)
-    for (name, labels), n in numbers.items():
-        unit = 1.0 if seconds is None or NAMES[name].gauge else seconds
-        rates[key(name, labels[1:])][labels[0] if labels else ""] = n / unit
-    for name, over_all, by_place in _lines(rates):
-        shown.add_row(*map(Text, (name, over_all, *(by_place.get(place, "") for place in places))))
+    names = sorted(columns) if is_router else fastest_first(columns)
+    for column in names:
+        shown.add_column(Text(column), justify="right")
+    for line, over_all, by_column in _router_lines(rates) if is_router else _lines(rates):
+        shown.add_row(*map(Text, (line, over_all, *(by_column.get(column, "") for column in names))))
     return shown
 
 
-def router_table(url: str, numbers: Numbers, seconds: float | None, title: str) -> Table:
-    """Return the table of a router's numbers, with a column per engine."""
-    engines = sorted({labels[0] for (name, labels) in numbers if METRICS[name].labels[:1] == ("engine",)})
-    shown = Table("", "all", title=title, caption=Text(url), box=box.SIMPLE_HEAD)
-    for engine in engines:
-        shown.add_column(Text(engine), justify="right")
-    by_name: Rates = defaultdict(lambda: defaultdict(float))
-    for (name, labels), n in numbers.items():
-        of = labels[0] if METRICS[name].labels[:1] == ("engine",) else ""
-        by_name[name][of] += n / (1.0 if seconds is None or METRICS[name].gauge else seconds)
-    for line, name in ROUTED_LINES.items():
-        by_engine = by_name[name]
+def _router_lines(rates: Rates) -> Iterator[Line]:
+    for title, name in ROUTED_LINES.items():
         if name == "router_engine_usable":
-            cells = ["", *(("yes" if by_engine[engine] else "NO") if engine in by_engine else "" for engine in engines)]
+            yield title, "", {engine: "yes" if n else "NO" for engine, n in rates[name].items()}
         else:
-            cells = [
-                number(sum(by_engine.values())),
-                *(number(by_engine[engine]) if engine in by_engine else "" for engine in engines),
-            ]
-        shown.add_row(line, *cells)
-    return shown
+            yield title, number(sum(rates[name].values())), {engine: number(n) for engine, n in rates[name].items()}
 
 
 def _lines(rates: Rates) -> Iterator[Line]:
