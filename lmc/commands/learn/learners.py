@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from lmc.blend.segments import Span, document_tokens, without_separators
 from lmc.commands.administration import ADMIN_URL
@@ -39,38 +38,6 @@ class Retention:
         return self.pinned or self.ttl is not None
 
 
-class Learner(Protocol):
-    """Computes documents, and stores their KV."""
-
-    def learn(self, document: Document) -> Stored:
-        """Learn a document. Raises `Unreachable` if no other document can be learned either."""
-        ...
-
-    def stored(self) -> set[str] | None:
-        """Return the ids of all stored documents; None if they cannot be queried."""
-        ...
-
-    def retain(self, document: Document, ids: Sequence[str], retention: Retention) -> None:
-        """Pin the stored documents of a text, or set their time limit. Raises `InputError` if that is impossible."""
-        ...
-
-    def tokens(self, text: str) -> int:
-        """Return the number of tokens of a text."""
-        ...
-
-    def capacity(self) -> dict[str, float]:
-        """Return how many document tokens fit into each tier that this process or server does not share."""
-        ...
-
-    def held(self) -> dict[str, float]:
-        """Return how many tokens are in each of these tiers now."""
-        ...
-
-    def dropped(self) -> float:
-        """Return how many chunks the slowest tier has evicted for lack of room since the learner was created."""
-        ...
-
-
 class ServerLearner:
     """A vLLM server with lmc, through its completions. Documents may be learned by several threads."""
 
@@ -103,7 +70,7 @@ class ServerLearner:
         self._evictions = self.dropped()
 
     def learn(self, document: Document) -> Stored:
-        """See `Learner`."""
+        """Learn a document. Raises `Unreachable` if no other document can be learned either."""
         text = self._separator.join(("", without_separators(document.text, self._separator), ""))
         request = {
             "model": self.model,
@@ -126,37 +93,46 @@ class ServerLearner:
         return Stored(ids=tuple(facts.get("documents", ())))
 
     def stored(self) -> set[str] | None:
-        """See `Learner`."""
+        """Return the ids of all stored documents; None if they cannot be queried."""
         with suppress(InputError):
             listed = self._admin.ask(f"/v1/documents?limit={1 << 30}")["documents"]
             return {document["id"] for document in listed if document["places"]}
         return None
 
     def retain(self, document: Document, ids: Sequence[str], retention: Retention) -> None:
-        """See `Learner`."""
+        """Pin the stored documents of a text, or set their time limit. Raises `InputError` if that is impossible."""
         changes: dict[str, object] = {"name": document.id[:LONGEST_NAME]}
         changes |= ({"pinned": True} if retention.pinned else {}) | ({"ttl": retention.ttl} if retention.ttl else {})
         for name in ids:
             self._admin.ask(f"/v1/documents/{name}", changes, "PATCH")
 
     def tokens(self, text: str) -> int:
-        """See `Learner`."""
+        """Return the number of tokens of a text."""
         request = {"model": self.model, "prompt": text, "add_special_tokens": False}
         return int(self._client.ask("/tokenize", request)["count"])
 
     def capacity(self) -> dict[str, float]:
-        """See `Learner`; empty if the server does not report it."""
+        """Return how many document tokens fit into each tier that this process or server does not share.
+
+        It is empty if the server does not report it.
+        """
         return self._numbers("capacity_tokens")
 
     def held(self) -> dict[str, float]:
-        """See `Learner`; empty if the server does not report it. Its metrics may be stale while it is idle."""
+        """Return how many tokens are in each of these tiers now; empty if the server does not report it.
+
+        Its metrics may be stale while it is idle.
+        """
         with suppress(InputError):
             numbers = {parted(key): count for key, count in self._admin.ask("/v1/stat").items()}
             return {labels[0]: count for (name, labels), count in numbers.items() if name == "chunk_tokens"}
         return self._numbers("chunk_tokens")
 
     def dropped(self) -> float:
-        """See `Learner`; 0 if the server does not report it."""
+        """Return how many chunks the slowest tier has evicted for lack of room since the learner was created.
+
+        It is 0 if the server does not report it.
+        """
         return _of_slowest(self._numbers("evictions")) - self._evictions
 
     def _numbers(self, metric: str) -> dict[str, float]:
@@ -177,7 +153,7 @@ class ModelLearner:
         self._cached, self._tokenizer = CachedModel.load(model, settings, cache_salt=salt)
 
     def learn(self, document: Document) -> Stored:
-        """See `Learner`."""
+        """See `ServerLearner`."""
         engine, stored = self._cached.engine, []
         try:
             for tokens in document_tokens(self._tokenizer.encode, self._cached.markers, self._separator, document.text):
@@ -196,12 +172,12 @@ class ModelLearner:
         return Stored(tuple(known.id for known in stored), reason)
 
     def stored(self) -> set[str] | None:
-        """See `Learner`."""
+        """See `ServerLearner`."""
         engine = self._cached.engine
         return {document.id for document in engine.known.list() if all(engine.lookup(document.keys))}
 
     def retain(self, document: Document, ids: Sequence[str], retention: Retention) -> None:
-        """See `Learner`."""
+        """See `ServerLearner`."""
         engine = self._cached.engine
         if engine.settings.local_disk is None and engine.settings.server is None:
             raise InputError("pins and time limits are recorded on a disk tier: set --local-disk")
@@ -212,24 +188,27 @@ class ModelLearner:
             engine.keeper.expire(documents, retention.ttl)
 
     def tokens(self, text: str) -> int:
-        """See `Learner`."""
+        """See `ServerLearner`."""
         return len(self._tokenizer.encode(text))
 
     def capacity(self) -> dict[str, float]:
-        """See `Learner`."""
+        """See `ServerLearner`."""
         return self._cached.engine.capacity()
 
     def held(self) -> dict[str, float]:
-        """See `Learner`."""
+        """See `ServerLearner`."""
         return {place: tokens for place, (_, tokens) in self._cached.engine.stats().present.items()}
 
     def dropped(self) -> float:
-        """See `Learner`."""
+        """See `ServerLearner`."""
         return _of_slowest(self._cached.engine.stats().evictions)
 
     def close(self) -> None:
         """Write everything to the tiers."""
         self._cached.close()
+
+
+Learner = ServerLearner | ModelLearner
 
 
 def _of_slowest(evictions: Mapping[str, float]) -> float:
