@@ -133,8 +133,8 @@ def _add_probes(app: FastAPI, of: Overview, registry: CollectorRegistry) -> None
 
     @app.get("/ready", summary="Report whether clients can attach; 503 if not")
     async def ready() -> Response:
-        reason = of.why_not_ready()
-        return JSONResponse({"status": reason or "ready"}, 503 if reason else 200)
+        ends = of.server.ends
+        return JSONResponse({"status": "the server is shutting down" if ends else "ready"}, 503 if ends else 200)
 
     @app.get("/metrics", summary="Return metrics for Prometheus", dependencies=ADMIN, response_class=PlainTextResponse)
     def metrics() -> Response:
@@ -165,7 +165,7 @@ class Subscription(StreamingResponse):  # type: ignore[misc]
 
 async def _events(of: Overview, last: str) -> AsyncIterator[str]:
     silent = 0.0
-    while not of.ended:
+    while not of.server.ends:
         events = of.events.after(last)
         while (event := await run_in_threadpool(next, events, None)) is not None:
             last, silent = event.id, 0.0
@@ -219,7 +219,7 @@ def _add_memory(app: FastAPI, of: Overview) -> None:
 
     @app.get("/v1/clients", summary="List attached clients, and what each holds", dependencies=ADMIN)
     def clients() -> dict[str, Any]:
-        return {"clients": of.clients()}
+        return {"clients": of.server.attached()}
 
     @app.post("/v1/explain", summary="Explain what an engine would do with a prompt", dependencies=ADMIN)
     def explain(request: dict[str, Any]) -> dict[str, Any]:
@@ -256,5 +256,5 @@ def _add_memory(app: FastAPI, of: Overview) -> None:
         status_code=202,
     )
     def drain() -> dict[str, str]:
-        of.drain()
+        of.server.stop()
         return {"status": "the server is writing chunks to the tiers, and will shut down"}

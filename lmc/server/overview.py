@@ -27,21 +27,12 @@ class Overview:
     """Handles administration requests for one server. Any thread may call any method."""
 
     def __init__(self, server: CacheServer) -> None:
-        self._server, self._arenas = server, server.arenas
+        self.server, self._arenas = server, server.arenas
         self._texts = Texts(server.tokenizers)
         self.documents = DocumentAdmin(self._arenas.all, self._texts.of, Background())
         self.events = Events(self._arenas.changes, os.urandom(6).hex())
         self._started = time.time()
         self.subscribers = 0  # number of subscribers to events
-
-    @property
-    def ended(self) -> bool:
-        """Whether the server is shutting down, or has ended."""
-        return self._server.ends
-
-    def why_not_ready(self) -> str:
-        """Return why clients cannot attach; empty if they can."""
-        return "the server is shutting down" if self.ended else ""
 
     def store_stats(self) -> StoreStats:
         """Return the sum of the counts of all arenas."""
@@ -75,7 +66,7 @@ class Overview:
             "owners": self.owners(None),
             "totals": flat(self.store_stats()),
             "documents": self.documents.count(),
-            "clients": len(self.clients()),
+            "clients": len(self.server.attached()),
         }
 
     def owners(self, tenant: str | None) -> list[dict[str, Any]]:
@@ -86,17 +77,13 @@ class Overview:
                 places_of.setdefault((model, owner), {})[place] = amount._asdict()
         return [{"model": model, "tenant": owner, "places": places} for (model, owner), places in places_of.items()]
 
-    def clients(self) -> list[dict[str, Any]]:
-        """Return the attached clients, and what each holds."""
-        return self._server.attached()
-
     def explain(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return an engine's explanation of a prompt, from an engine of the `model` in the request.
 
         If all engines have the same model, any model name is accepted, because requests may use another name than the
         engine. Raises `InputError` if no engine explains prompts, or none has this model.
         """
-        engines = self._server.explainers()
+        engines = self.server.explainers()
         if not engines:
             raise InputError("no attached engine explains prompts: start an engine with LMC_ADMIN=127.0.0.1:9181")
         models = {engine.model: engine for engine in reversed(engines)}  # Earlier clients win over later ones.
@@ -133,10 +120,6 @@ class Overview:
         for arena in self._arenas.all():
             arena.quotas_changed()
 
-    def drain(self) -> None:
-        """Shut the server down."""
-        self._server.stop()
-
 
 class ServerCollector(Collector):
     """The metrics of a server: those of its stores, its memory, its clients, and the bytes of each model."""
@@ -157,7 +140,7 @@ class ServerCollector(Collector):
             ("used_bytes", "memory in use by chunks"),
         ):
             yield GaugeMetricFamily(f"lmc_server_{name}", f"lmc: {description}, in bytes", value=memory[name])
-        clients = len(self._of.clients())
+        clients = len(self._of.server.attached())
         yield GaugeMetricFamily("lmc_server_clients", "lmc: attached clients", value=clients)
         description, labels = "lmc: bytes of a model's chunks in a tier", ("model", "place")
         family = GaugeMetricFamily("lmc_model_bytes", description, labels=labels)

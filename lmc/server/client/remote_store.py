@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -42,6 +42,7 @@ WARNING_SECONDS = 60.0  # between two warnings about the server
 SLOW_REQUEST_SECONDS = 300.0  # seconds; timeout for slow requests, such as the list of all records
 CHANGE_NUMBERS = 1 << 40  # change numbers reserved for each attachment
 MIN_POLL_SECONDS, MAX_POLL_SECONDS = 2e-5, 1e-3  # seconds between two reads of a label
+T = TypeVar("T")
 
 
 class RemoteStore(ChunkStore, DocumentServer):
@@ -90,8 +91,7 @@ class RemoteStore(ChunkStore, DocumentServer):
 
     def lookup(self, keys: Sequence[ChunkKey], *, shared: bool = True) -> list[str | None]:
         """See `ChunkStore.lookup`."""
-        tiers: list[str | None] = self.ask(m.LookUp(list(keys), shared), [None] * len(keys)) if keys else []
-        return tiers
+        return self.ask(m.LookUp(list(keys), shared), [None] * len(keys)) if keys else []
 
     def pin(self, keys: Sequence[ChunkKey], places: Sequence[str | None] | None = None) -> list[Pin | None]:
         """See `ChunkStore.pin`."""
@@ -162,32 +162,28 @@ class RemoteStore(ChunkStore, DocumentServer):
 
     def copies(self, keys: Sequence[ChunkKey]) -> list[str]:
         """See `ChunkStore.copies`."""
-        tiers: list[str] = self.ask_slowly(m.CopiesOf(list(keys)), [])
-        return tiers
+        return self.ask_slowly(m.CopiesOf(list(keys)), [])
 
     # -- contents and counts -----------------------------------------------------------------------------------------
 
     def records(self) -> Iterator[tuple[str, RecordMeta]]:
         """See `ChunkStore.records`."""
-        batch = self.ask_slowly(m.Records(first=True), [])
+        batch: list[tuple[str, RecordMeta]] = self.ask_slowly(m.Records(first=True), [])
         while batch:
             yield from batch
             batch = self.ask_slowly(m.Records(first=False), [])
 
     def last_uses(self) -> dict[ChunkKey, float]:
         """See `ChunkStore.last_uses`."""
-        times: dict[ChunkKey, float] = self.ask_slowly(m.LastUses(), {})
-        return times
+        return self.ask_slowly(m.LastUses(), {})
 
     def known_keys(self) -> set[ChunkKey]:
         """See `ChunkStore.known_keys`."""
-        keys: set[ChunkKey] = self.ask_slowly(m.KnownKeys(), set())
-        return keys
+        return self.ask_slowly(m.KnownKeys(), set())
 
     def held(self) -> int:
         """See `ChunkStore.held`. All clients are counted."""
-        count: int = self.ask(m.HeldSlots(), len(self._held))
-        return count
+        return self.ask(m.HeldSlots(), len(self._held))
 
     def stats(self) -> StoreStats:
         """Return this client's hits and misses, and the server's other counts, since this store was opened.
@@ -235,11 +231,11 @@ class RemoteStore(ChunkStore, DocumentServer):
 
     # -- the server --------------------------------------------------------------------------------------------------
 
-    def ask(self, request: m.Request, default: Any) -> Any:
+    def ask(self, request: m.Request, default: T) -> T:
         """Return the response to a quick request, or `default` if the server is away."""
         return self._response(self.attachment, request, default)
 
-    def ask_slowly(self, request: m.Request, default: Any) -> Any:
+    def ask_slowly(self, request: m.Request, default: T) -> T:
         """Return the response to a request that may take long, or `default` if the server is away."""
         self.held()  # The server responds after it has handled all earlier messages of the quick connection.
         return self._response(self.attachment, request, default, slowly=True)
@@ -250,11 +246,12 @@ class RemoteStore(ChunkStore, DocumentServer):
             with self._without(at):
                 at.quick.send(request)
 
-    def _response(self, at: Attachment | None, request: m.Request, default: Any, *, slowly: bool = False) -> Any:
+    def _response(self, at: Attachment | None, request: m.Request, default: T, *, slowly: bool = False) -> T:
         if at is not None:
             try:
                 with self._without(at):
-                    return (at.slow if slowly else at.quick).ask(request)
+                    response: T = (at.slow if slowly else at.quick).ask(request)
+                    return response
             except StorageError as error:
                 if slowly:
                     raise
