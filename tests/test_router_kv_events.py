@@ -132,7 +132,7 @@ def test_ranks_of_an_engine_are_apart_and_are_forgotten_together() -> None:
     index, other = BlockIndex(), CacheSource("http://e2:8000")
     for source in (ENGINE, ENGINE._replace(rank=1), other):
         BlockEvents(index, source).take(packed(1.0, stored([1], None, [source.rank] * 4)))
-    index.cleared(ENGINE)
+    index.drop(ENGINE)
     assert longest(index, [0] * 4) == Run()
     assert longest(index, [1] * 4) == Run(4, 4)
     index.forget(ENGINE.engine)

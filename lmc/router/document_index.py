@@ -67,6 +67,7 @@ class DocumentIndex:
         """`cache_tokens` is the size of a cache until `resize` is called."""
         self._cache_tokens, self._clock = cache_tokens, clock
         self._caches: dict[str, _Cache] = {}
+        self._unknown = _Cache(cache_tokens)  # stands for caches without entries, and stays empty
 
     def resize(self, cache: str, tokens: float, chunk_tokens: int = 1) -> None:
         """Set the size of a cache, and of the chunks in which it stores documents, in tokens."""
@@ -74,8 +75,7 @@ class DocumentIndex:
 
     def find(self, cache: str, documents: Sequence[CutDocument], tenant: str = "") -> list[DocumentState]:
         """Return what is known about a tenant's documents in a cache."""
-        contents = self._caches.get(cache)
-        return contents.find(documents, tenant, self._clock()) if contents else [NOT_STORED] * len(documents)
+        return self._read(cache).find(documents, tenant, self._clock())
 
     def answered(self, cache: str, tenant: str, assumed: float, reused: float, places: Mapping[str, int]) -> None:
         """Learn from an answer how many of a tenant's assumed document tokens were reused.
@@ -83,9 +83,7 @@ class DocumentIndex:
         `places` has the prompt's cached tokens by tier. Nothing is learned for a cache with events, because nothing is
         assumed there.
         """
-        if (
-            assumed > 0 and cache in self._caches and not self.is_reported(cache)
-        ):  # Its engine may have been removed meanwhile.
+        if assumed > 0 and cache in self._caches and not self.is_reported(cache):  # Its engine may have been removed.
             self._caches[cache].documents.learn(tenant, min(reused / assumed, 1.0), places)
 
     def answered_beginning(self, cache: str, tenant: str, assumed: float, reused: float) -> None:
@@ -95,8 +93,8 @@ class DocumentIndex:
 
     def beginning(self, cache: str, cut: Cut) -> Beginning:
         """Return what is known about the beginning of a prompt in a cache, from what was routed there."""
-        contents = self._caches.get(cache)
-        if contents is None or not (sent := contents.prefix(cut)):
+        contents = self._read(cache)
+        if not (sent := contents.prefix(cut)):
             return NO_BEGINNING
         learned_blocks = contents.prefix_until(cut, sent, self._clock() - LEARNING_SECONDS)
         certainty = contents.beginnings.of(cut.tenant).certainty
@@ -104,18 +102,15 @@ class DocumentIndex:
 
     def prefix(self, cache: str, cut: Cut, within: float) -> float:
         """Return the tokens of a prompt's beginning that were routed to a cache in the last `within` seconds."""
-        contents = self._caches.get(cache)
-        return contents.prefix(cut, self._clock() - within) * cut.block_tokens if contents else 0.0
+        return self._read(cache).prefix(cut, self._clock() - within) * cut.block_tokens
 
     def oldest(self, cache: str) -> float:
         """Return when the beginning that is evicted next was last used; minus infinity if nothing is evicted."""
-        contents = self._caches.get(cache)
-        return contents.oldest if contents else float("-inf")
+        return self._read(cache).oldest
 
     def room(self, cache: str) -> float:
         """Return the tokens of documents that a cache can take before it evicts others."""
-        contents = self._caches.get(cache)
-        return contents.room if contents else self._cache_tokens
+        return self._read(cache).room
 
     def note(self, cache: str, cut: Cut) -> TakeBack:
         """Record that a prompt was routed to a cache. Returns a function that undoes this."""
@@ -136,26 +131,20 @@ class DocumentIndex:
 
         Reports of other engines about the same cache stay.
         """
-        if cache in self._caches:
-            self._caches[cache].reports.pop(source, None)
+        self._read(cache).reports.pop(source, None)
 
     def reports(self, cache: str) -> dict[ReportedDocument, set[str]]:
         """Return the documents that engines reported in a cache, with their media."""
-        contents = self._caches.get(cache)
-        return (
-            {document: contents.media(document) for listing in contents.reports.values() for document in listing}
-            if contents
-            else {}
-        )
+        contents = self._read(cache)
+        return {document: contents.media(document) for listing in contents.reports.values() for document in listing}
 
     def is_reported(self, cache: str) -> bool:
         """Return whether an engine reports the documents of a cache. Otherwise its contents are assumed."""
-        return cache in self._caches and bool(self._caches[cache].reports)
+        return bool(self._read(cache).reports)
 
     def sizes(self, cache: str) -> dict[str, int]:
         """Return the number of entries of a cache by kind."""
-        contents = self._caches.get(cache)
-        return contents.sizes() if contents else {}
+        return self._caches[cache].sizes() if cache in self._caches else {}
 
     def forget(self, cache: str) -> None:
         """Drop all entries of a cache."""
@@ -163,6 +152,9 @@ class DocumentIndex:
 
     def __len__(self) -> int:
         return sum(sum(contents.sizes().values()) for contents in self._caches.values())
+
+    def _read(self, cache: str) -> "_Cache":
+        return self._caches.get(cache, self._unknown)
 
     def _of(self, cache: str) -> "_Cache":
         if cache not in self._caches:

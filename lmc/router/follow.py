@@ -207,7 +207,7 @@ class BlockEvents:
 
     def _apply(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> None:
         if isinstance(event, AllBlocksCleared):
-            self._index.cleared(self._source)
+            self._index.drop(self._source)  # The event names no medium.
             return
         medium: Medium = ((event.medium or "gpu").lower(), event.group_idx)
         if isinstance(event, BlockRemoved):

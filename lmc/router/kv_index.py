@@ -162,10 +162,6 @@ class BlockIndex:
                 else:
                     self._take_out(blocks_of, name)
 
-    def cleared(self, source: CacheSource) -> None:
-        """Drop all blocks of a source on all media, because the event names no medium."""
-        self.drop(source)
-
     def blocks(self, source: CacheSource) -> dict[BlockName, set[Medium]]:
         """Return all blocks of a source with their media."""
         blocks_of = self._ranks(source.engine).get(source.rank)
