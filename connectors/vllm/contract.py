@@ -108,165 +108,50 @@ FIELDS: Mapping[str, str] = {
     "vllm.v1.worker.worker_base.WorkerWrapperBase": "initialize_from_config()",
 }  # fmt: skip
 
-# Where vLLM calls hooks: hook -> file -> functions. With ?, only some supported versions call the hook there.
-CALLS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "bind_gpu_block_pool": {
-        "distributed/kv_transfer/kv_connector/v1/base.py": ("KVConnectorBase_V1.bind_kv_cache_manager",),
-    },
-    "build_connector_meta": {
-        "v1/core/sched/scheduler.py": ("Scheduler.schedule",),
-    },
-    "build_connector_worker_meta": {
-        "v1/worker/gpu/kv_connector.py": (
-            "ActiveKVConnector.no_forward",
-            "ActiveKVConnector.post_forward",
-        ),
-        "v1/worker/kv_connector_model_runner_mixin.py": (
-            "KVConnectorModelRunnerMixin.kv_connector_no_forward",
-            "KVConnectorModelRunnerMixin.maybe_get_kv_connector_output",
-        ),
-    },
-    "build_kv_connector_stats": {
-        "distributed/kv_transfer/kv_connector/v1/metrics.py": ("KVConnectorLogging.observe",),
-    },
-    "build_prom_metrics": {
-        "distributed/kv_transfer/kv_connector/v1/metrics.py": ("KVConnectorProm.__init__",),
-    },
-    "get_block_ids_with_load_errors": {
-        "v1/worker/gpu/kv_connector.py": (
-            "ActiveKVConnector.no_forward",
-            "ActiveKVConnector.post_forward",
-        ),
-        "v1/worker/kv_connector_model_runner_mixin.py": (
-            "KVConnectorModelRunnerMixin.kv_connector_no_forward",
-            "KVConnectorModelRunnerMixin.maybe_get_kv_connector_output",
-        ),
-    },
-    "get_external_cache_hit_sources": {
-        "v1/core/sched/scheduler.py": (
-            "?Scheduler.schedule",
-            "?Scheduler.update_from_output",
-        ),
-    },
-    "get_finished": {
-        "distributed/kv_transfer/kv_connector/v1/base.py": ("KVConnectorBase_V1.get_transfer_results",),
-    },
-    "get_handshake_metadata": {
-        "v1/worker/gpu_worker.py": ("Worker.get_kv_connector_handshake_metadata",),
-    },
-    "get_kv_connector_stats": {
-        "v1/core/sched/scheduler.py": ("Scheduler.update_from_output",),
-        "v1/worker/gpu/kv_connector.py": (
-            "ActiveKVConnector.no_forward",
-            "ActiveKVConnector.post_forward",
-        ),
-        "v1/worker/kv_connector_model_runner_mixin.py": (
-            "KVConnectorModelRunnerMixin.kv_connector_no_forward",
-            "KVConnectorModelRunnerMixin.maybe_get_kv_connector_output",
-        ),
-    },
-    "get_num_new_matched_tokens": {
-        "v1/core/sched/scheduler.py": ("Scheduler.schedule",),
-    },
-    "get_required_kvcache_layout": {
-        "distributed/kv_transfer/kv_connector/utils.py": ("get_kv_connector_cache_layout",),
-    },
-    "has_pending_push_work": {
-        "v1/core/sched/scheduler.py": ("Scheduler.has_requests",),
-    },
-    "on_new_request": {
-        "v1/core/sched/scheduler.py": ("Scheduler.add_request",),
-    },
-    "register_kv_caches": {
-        "v1/worker/gpu/kv_connector.py": ("ActiveKVConnector.__init__",),
-        "v1/worker/gpu_model_runner.py": (
-            "GPUModelRunner.initialize_kv_cache",
-            "GPUModelRunner.profile_cudagraph_memory",
-        ),
-    },
-    "request_finished": {
-        "v1/core/sched/scheduler.py": (
-            "Scheduler.add_request",
-            "Scheduler.finish_requests",
-            "Scheduler.update_from_output",
-        ),
-    },
-    "request_finished_all_groups": {
-        "v1/core/sched/scheduler.py": (
-            "Scheduler.add_request",
-            "Scheduler.finish_requests",
-            "Scheduler.update_from_output",
-        ),
-    },
-    "requires_piecewise_for_cudagraph": {
-        "config/vllm.py": ("VllmConfig.__post_init__",),
-    },
-    "reset_cache": {
-        "v1/core/sched/scheduler.py": (
-            "Scheduler.reset_connector_cache",
-            "Scheduler.reset_prefix_cache",
-        ),
-    },
-    "save_kv_layer": {
-        "model_executor/layers/attention/kv_transfer_utils.py": ("maybe_transfer_kv_layer.wrapper",),
-    },
-    "set_xfer_handshake_metadata_pp_aware": {
-        "v1/engine/core.py": (
-            "DPMoEEngineCoreActor.__init__",
-            "EngineCore.__init__",
-            "?EngineCore.wake_up",
-            "EngineCoreActor.__init__",
-        ),
-    },
-    "shutdown": {
-        "distributed/kv_transfer/kv_transfer_state.py": ("ensure_kv_transfer_shutdown",),
-        "v1/core/sched/scheduler.py": ("Scheduler.shutdown",),
-    },
-    "start_load_kv": {
-        "v1/worker/gpu/kv_connector.py": (
-            "ActiveKVConnector.no_forward",
-            "ActiveKVConnector.post_forward",
-            "ActiveKVConnector.pre_forward",
-        ),
-        "v1/worker/kv_connector_model_runner_mixin.py": (
-            "KVConnectorModelRunnerMixin.kv_connector_no_forward",
-            "KVConnectorModelRunnerMixin.maybe_get_kv_connector_output",
-        ),
-    },
-    "take_events": {
-        "v1/core/sched/scheduler.py": ("Scheduler.update_from_output",),
-    },
-    "unregister_kv_caches": {
-        "v1/worker/gpu_worker.py": (
-            "?Worker.discard",
-            "?Worker.sleep",
-        ),
-    },
-    "update_connector_output": {
-        "v1/core/sched/scheduler.py": ("Scheduler.update_from_output",),
-    },
-    "update_state_after_alloc": {
-        "v1/core/sched/scheduler.py": (
-            "Scheduler.schedule",
-            "?Scheduler.update_from_output",
-        ),
-    },
-    "wait_for_layer_load": {
-        "model_executor/layers/attention/kv_transfer_utils.py": ("maybe_transfer_kv_layer.wrapper",),
-    },
-    "wait_for_save": {
-        "v1/worker/gpu/kv_connector.py": (
-            "?ActiveKVConnector.finalize_step",
-            "?ActiveKVConnector.no_forward",
-            "ActiveKVConnector.post_forward",
-        ),
-        "v1/worker/kv_connector_model_runner_mixin.py": (
-            "KVConnectorModelRunnerMixin.finalize_kv_connector",
-            "?KVConnectorModelRunnerMixin.kv_connector_no_forward",
-            "KVConnectorModelRunnerMixin.maybe_get_kv_connector_output",
-        ),
-    },
-}
+# Where vLLM calls hooks: the file and the function, and the hooks. With ?, only some supported versions call the hook.
+CALLS: Mapping[str, str] = {
+    "config/vllm.py VllmConfig.__post_init__": "requires_piecewise_for_cudagraph",
+    "distributed/kv_transfer/kv_connector/utils.py get_kv_connector_cache_layout": "get_required_kvcache_layout",
+    "distributed/kv_transfer/kv_connector/v1/base.py KVConnectorBase_V1.bind_kv_cache_manager": "bind_gpu_block_pool",
+    "distributed/kv_transfer/kv_connector/v1/base.py KVConnectorBase_V1.get_transfer_results": "get_finished",
+    "distributed/kv_transfer/kv_connector/v1/metrics.py KVConnectorLogging.observe": "build_kv_connector_stats",
+    "distributed/kv_transfer/kv_connector/v1/metrics.py KVConnectorProm.__init__": "build_prom_metrics",
+    "distributed/kv_transfer/kv_transfer_state.py ensure_kv_transfer_shutdown": "shutdown",
+    "model_executor/layers/attention/kv_transfer_utils.py maybe_transfer_kv_layer.wrapper": "save_kv_layer "
+    "wait_for_layer_load",
+    "v1/core/sched/scheduler.py Scheduler.add_request": "on_new_request request_finished request_finished_all_groups",
+    "v1/core/sched/scheduler.py Scheduler.finish_requests": "request_finished request_finished_all_groups",
+    "v1/core/sched/scheduler.py Scheduler.has_requests": "has_pending_push_work",
+    "v1/core/sched/scheduler.py Scheduler.reset_connector_cache": "reset_cache",
+    "v1/core/sched/scheduler.py Scheduler.reset_prefix_cache": "reset_cache",
+    "v1/core/sched/scheduler.py Scheduler.schedule": "build_connector_meta ?get_external_cache_hit_sources "
+    "get_num_new_matched_tokens update_state_after_alloc",
+    "v1/core/sched/scheduler.py Scheduler.shutdown": "shutdown",
+    "v1/core/sched/scheduler.py Scheduler.update_from_output": "?get_external_cache_hit_sources "
+    "get_kv_connector_stats request_finished request_finished_all_groups take_events update_connector_output "
+    "?update_state_after_alloc",
+    "v1/engine/core.py DPMoEEngineCoreActor.__init__": "set_xfer_handshake_metadata_pp_aware",
+    "v1/engine/core.py EngineCore.__init__": "set_xfer_handshake_metadata_pp_aware",
+    "v1/engine/core.py EngineCore.wake_up": "?set_xfer_handshake_metadata_pp_aware",
+    "v1/engine/core.py EngineCoreActor.__init__": "set_xfer_handshake_metadata_pp_aware",
+    "v1/worker/gpu/kv_connector.py ActiveKVConnector.__init__": "register_kv_caches",
+    "v1/worker/gpu/kv_connector.py ActiveKVConnector.finalize_step": "?wait_for_save",
+    "v1/worker/gpu/kv_connector.py ActiveKVConnector.no_forward": "build_connector_worker_meta "
+    "get_block_ids_with_load_errors get_kv_connector_stats start_load_kv ?wait_for_save",
+    "v1/worker/gpu/kv_connector.py ActiveKVConnector.post_forward": "build_connector_worker_meta "
+    "get_block_ids_with_load_errors get_kv_connector_stats start_load_kv wait_for_save",
+    "v1/worker/gpu/kv_connector.py ActiveKVConnector.pre_forward": "start_load_kv",
+    "v1/worker/gpu_model_runner.py GPUModelRunner.initialize_kv_cache": "register_kv_caches",
+    "v1/worker/gpu_model_runner.py GPUModelRunner.profile_cudagraph_memory": "register_kv_caches",
+    "v1/worker/gpu_worker.py Worker.discard": "?unregister_kv_caches",
+    "v1/worker/gpu_worker.py Worker.get_kv_connector_handshake_metadata": "get_handshake_metadata",
+    "v1/worker/gpu_worker.py Worker.sleep": "?unregister_kv_caches",
+    "v1/worker/kv_connector_model_runner_mixin.py KVConnectorModelRunnerMixin.finalize_kv_connector": "wait_for_save",
+    "v1/worker/kv_connector_model_runner_mixin.py KVConnectorModelRunnerMixin.kv_connector_no_forward":
+    "build_connector_worker_meta get_block_ids_with_load_errors get_kv_connector_stats start_load_kv ?wait_for_save",
+    "v1/worker/kv_connector_model_runner_mixin.py KVConnectorModelRunnerMixin.maybe_get_kv_connector_output":
+    "build_connector_worker_meta get_block_ids_with_load_errors get_kv_connector_stats start_load_kv wait_for_save",
+}  # fmt: skip
 
 
 def lmc_hooks() -> dict[str, Signature]:
@@ -435,10 +320,10 @@ def _moved_hook_calls(facts: VllmFacts) -> Iterator[str]:
     called = {(call.hook, call.file, function) for call in facts.calls for function in call.functions}
     always: set[tuple[str, str, str]] = set()
     sometimes: set[tuple[str, str, str]] = set()
-    for hook, files in CALLS.items():
-        for file, functions in files.items():
-            for name in functions:
-                (sometimes if name.startswith("?") else always).add((hook, file, name.removeprefix("?")))
+    for place, hooks in CALLS.items():
+        file, _, function = place.partition(" ")
+        for hook in hooks.split():
+            (sometimes if hook.startswith("?") else always).add((hook.removeprefix("?"), file, function))
     for hook, file, function in sorted(always - called):
         yield f"{hook} is no longer called in {function} ({file})"
     for hook, file, function in sorted(called - always - sometimes):

@@ -19,40 +19,28 @@ log = logging.getLogger(__name__)
 
 OLDEST, NEWEST = (0, 30), (0, 33)
 
-USED = {
-    "CUDAGraphMode": "vllm.config",
-    "VllmConfig": "vllm.config",
-    "set_current_vllm_config": "vllm.config",
-    "get_pp_group": "vllm.distributed",
-    "get_tensor_model_parallel_rank": "vllm.distributed",
-    "get_tp_group": "vllm.distributed",
-    "BlockRemoved": "vllm.distributed.kv_events",
-    "BlockStored": "vllm.distributed.kv_events",
-    "KVConnectorFactory": "vllm.distributed.kv_transfer.kv_connector.factory",
-    "KVConnectorBase_V1": "vllm.distributed.kv_transfer.kv_connector.v1.base",
-    "KVConnectorHandshakeMetadata": "vllm.distributed.kv_transfer.kv_connector.v1.base",
-    "KVConnectorMetadata": "vllm.distributed.kv_transfer.kv_connector.v1.base",
-    "KVConnectorRole": "vllm.distributed.kv_transfer.kv_connector.v1.base",
-    "KVConnectorWorkerMetadata": "vllm.distributed.kv_transfer.kv_connector.v1.base",
-    "SupportsHMA": "vllm.distributed.kv_transfer.kv_connector.v1.base",
-    "KVConnectorPromMetrics": "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
-    "KVConnectorStats": "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
-    "get_kv_transfer_group": "vllm.distributed.kv_transfer",
-    "set_forward_context": "vllm.forward_context",
-    "Attention": "vllm.model_executor.layers.attention",
-    "cached_tokenizer_from_config": "vllm.tokenizers",
-    "extract_trace_context": "vllm.tracing",
-    "instrument_manual": "vllm.tracing",
-    "CommonAttentionMetadata": "vllm.v1.attention.backend",
-    "generate_block_hash_extra_keys": "vllm.v1.core.kv_cache_utils",
-    "get_hash_fn_by_name": "vllm.utils.hashing",
-    "get_request_block_hasher": "vllm.v1.core.kv_cache_utils",
-    "maybe_convert_block_hash": "vllm.v1.core.kv_cache_utils",
-    "to_event_extra_keys": "vllm.v1.core.kv_cache_utils",
-    "AttentionSpec": "vllm.v1.kv_cache_interface",
-    "CacheHitSource": "vllm.v1.metrics.cache_hit_source",
-    "WorkerWrapperBase": "vllm.v1.worker.worker_base",
+_NAMES = {  # by module
+    "vllm.config": "CUDAGraphMode VllmConfig set_current_vllm_config",
+    "vllm.distributed": "get_pp_group get_tensor_model_parallel_rank get_tp_group",
+    "vllm.distributed.kv_events": "BlockRemoved BlockStored",
+    "vllm.distributed.kv_transfer": "get_kv_transfer_group",
+    "vllm.distributed.kv_transfer.kv_connector.factory": "KVConnectorFactory",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": "KVConnectorBase_V1 KVConnectorHandshakeMetadata "
+    "KVConnectorMetadata KVConnectorRole KVConnectorWorkerMetadata SupportsHMA",
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics": "KVConnectorPromMetrics KVConnectorStats",
+    "vllm.forward_context": "set_forward_context",
+    "vllm.model_executor.layers.attention": "Attention",
+    "vllm.tokenizers": "cached_tokenizer_from_config",
+    "vllm.tracing": "extract_trace_context instrument_manual",
+    "vllm.utils.hashing": "get_hash_fn_by_name",
+    "vllm.v1.attention.backend": "CommonAttentionMetadata",
+    "vllm.v1.core.kv_cache_utils": "generate_block_hash_extra_keys get_request_block_hasher maybe_convert_block_hash "
+    "to_event_extra_keys",
+    "vllm.v1.kv_cache_interface": "AttentionSpec",
+    "vllm.v1.metrics.cache_hit_source": "CacheHitSource",
+    "vllm.v1.worker.worker_base": "WorkerWrapperBase",
 }
+USED = {name: module for module, names in _NAMES.items() for name in names.split()}  # the module of each name
 
 # Substitutes for names that some versions lack. Before 0.31, events contain the extra keys unchanged.
 SUBSTITUTES: Mapping[str, Callable[..., Any]] = {"to_event_extra_keys": list}
