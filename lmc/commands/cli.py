@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from lmc.commands.inspect import Holdings, TierLocation
     from lmc.config.settings import Settings
     from lmc.keys import ChunkKey
-    from lmc.storage.tiers.tier import ListedTier
+    from lmc.storage.tiers.record import RecordMeta
+    from lmc.storage.tiers.tier import Entry, ListedTier
 
 FAILED = 2  # exit code after an `LmcError` or a wrong command line
 # click's UsageError. Since typer 0.29 it comes from typer's private copy of click, which has no types.
@@ -307,44 +308,40 @@ def holdings_table(holdings: "Holdings") -> Table:
 
     columns = "namespace", "records", "tokens", "GiB", "layers", "bytes a token", "codec"
     table = Table(*columns, "least recently used", "most recently used")
-    rows = sorted(holdings.items(), key=lambda item: -sum(entry.bytes for entry, _ in item[1]))
-    everything = list(chain.from_iterable(holdings.values()))
-    for name, records in [
-        *((digest.hex()[:NAMESPACE_DIGITS], records) for digest, records in rows),
-        ("total", everything),
-    ]:
+    rows = [(digest.hex()[:NAMESPACE_DIGITS], _summary(records)) for digest, records in holdings.items()]
+    rows.sort(key=lambda row: -row[1]["bytes"])
+    for name, row in [*rows, ("total", _summary([*chain.from_iterable(holdings.values())]))]:
         if name == "total":
             table.add_section()
-        size, tokens = sum(entry.bytes for entry, _ in records), sum(meta.tokens for _, meta in records)
-        used = [time_text(entry.used) for entry, _ in records] or ["-"]
         table.add_row(
             name,
-            str(len(records)),
-            str(tokens),
-            f"{size / GIB:.3f}",
-            ", ".join(map(str, sorted({meta.parts for _, meta in records}))) or "-",
-            f"{size / tokens:.0f}" if tokens else "-",
-            ", ".join(sorted({meta.codec for _, meta in records})) or "-",
-            min(used),
-            max(used),
+            str(row["records"]),
+            str(row["tokens"]),
+            f"{row['bytes'] / GIB:.3f}",
+            ", ".join(map(str, row["layers"])) or "-",
+            f"{row['bytes'] / row['tokens']:.0f}" if row["tokens"] else "-",
+            ", ".join(row["codecs"]) or "-",
+            *(map(time_text, row["used"]) if row["used"] else "--"),
         )
     return table
 
 
 def holdings_summary(place: str, holdings: "Holdings", unreadable: int) -> dict[str, Any]:
     """Return the contents of `holdings_table` as plain data, with whole digests and times in seconds since 1970."""
-    namespaces = {
-        digest.hex(): {
-            "records": len(records),
-            "tokens": sum(meta.tokens for _, meta in records),
-            "bytes": sum(entry.bytes for entry, _ in records),
-            "layers": sorted({meta.parts for _, meta in records}),
-            "codecs": sorted({meta.codec for _, meta in records}),
-            "used": [min(entry.used for entry, _ in records), max(entry.used for entry, _ in records)],
-        }
-        for digest, records in holdings.items()
-    }
+    namespaces = {digest.hex(): _summary(records) for digest, records in holdings.items()}
     return {"place": place, "namespaces": namespaces, "unreadable": unreadable}
+
+
+def _summary(records: "Sequence[tuple[Entry, RecordMeta]]") -> dict[str, Any]:
+    times = [entry.used for entry, _ in records]
+    return {
+        "records": len(records),
+        "tokens": sum(meta.tokens for _, meta in records),
+        "bytes": sum(entry.bytes for entry, _ in records),
+        "layers": sorted({meta.parts for _, meta in records}),
+        "codecs": sorted({meta.codec for _, meta in records}),
+        "used": [min(times), max(times)] if times else [],
+    }
 
 
 def setting_rows(settings: "Settings") -> list[tuple[str, str, str]]:

@@ -109,15 +109,11 @@ def serve(
             opened.callback(_published(server, document_events))
         if http:
             opened.callback(_administered(server, http, token, tenant_salts, certificate, key))
-        _answer(server)
+        # Without this, each full garbage collection would scan all imported objects, and block responses for 0.1 s.
+        gc.collect()
+        gc.freeze()
+        server.serve()
     log.info("cache server stopped, and all chunks are written")
-
-
-def _answer(server: "CacheServer") -> None:
-    # Without this, each full garbage collection would scan all imported objects, and block responses for 0.1 seconds.
-    gc.collect()
-    gc.freeze()
-    server.serve()
 
 
 def _path_of(socket: Path | None, setting: Path | None) -> Path:

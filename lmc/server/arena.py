@@ -192,12 +192,9 @@ class Arena:
 
         The record does not contain the number of tokens in a full chunk, so the clients' chunk sizes are tried.
         """
-        first = meta.first
-        if len(tokens) != first + meta.tokens:
-            raise ValueError("the label belongs to another document")
-        chunk_size = self._chunk_sizes.get(meta.namespace, 0)
+        first, chunk_size = meta.first, self._chunk_sizes.get(meta.namespace, 0)
         sizes = [chunk_size, *sorted(self._sizes_of_chunks, reverse=True)] if first else [meta.tokens]
-        for size in sizes:
+        for size in sizes if len(tokens) == first + meta.tokens else ():
             fits = size and first % size == 0 and size >= meta.tokens
             if fits and (keys := document_keys(meta.namespace, tokens, size))[-1] == meta.key:
                 if first and len(self._chunk_sizes) < MAX_NAMESPACES:

@@ -104,8 +104,7 @@ class Lease:
 
     def _may_be_stored(self, meta: RecordMeta) -> bool:
         """Return whether a chunk fits into a record; raise `BrokenProtocol` for invalid metadata."""
-        slab = self.store.slab
-        fits = meta.parts == slab.parts and 0 < meta.part_bytes <= slab.part_bytes
+        fits = self.arena.layout.fit(meta) and meta.part_bytes > 0
         plain = not meta.sizes and not meta.checksums and meta.codec == NO_CODEC
         named = len(meta.key) == len(meta.namespace) == DIGEST_BYTES
         named &= len(meta.model) <= LONGEST_MODEL and len(meta.tenant) <= TENANT_DIGITS
