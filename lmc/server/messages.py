@@ -16,6 +16,7 @@ from lmc.keys import LONGEST_MODEL, LONGEST_NAME, TENANT_DIGITS, ChunkKey
 from lmc.server.channel import BrokenProtocol
 from lmc.storage.change_log import Change, Chunk
 from lmc.storage.contract import Pin, Reservation
+from lmc.storage.memory.slab import SlabAddress
 from lmc.storage.stats import StoreStats
 from lmc.storage.tiers.record import RecordMeta
 
@@ -33,11 +34,9 @@ MAX_OFFERED_DOCUMENTS = 64  # documents in one message
 class Attached(msgspec.Struct, frozen=True):
     """The response to a client that attaches. The slab's file descriptor comes with it."""
 
-    slots: int
+    slab: SlabAddress  # with the client's lifeline; its path is of the server's process
     shared_places: frozenset[str]
-    lifeline: str  # path of a file, see `lifelines.py`
-    page_locked: bool = False  # see `Slab`; older servers do not send it and have no such memory
-    pins_yield: bool = False  # see `ChunkStore`
+    pins_yield: bool  # see `ChunkStore`
 
 
 class Beat(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -337,14 +338,10 @@ class Session:
         except (LmcError, OSError) as error:
             self._channel.send(ERROR + str(error).encode())
             raise
-        response = m.Attached(
-            arena.store.slots,
-            arena.store.shared_places,
-            str(self._lease.lifeline),
-            self._server.arenas.page_locked,
-            arena.store.pins_yield,
-        )
-        self._channel.send(OK + _encode(response), (arena.store.slab.file,))
+        store = arena.store
+        address = replace(store.slab.address, lifeline=str(self._lease.lifeline))
+        response = m.Attached(address, store.shared_places, store.pins_yield)
+        self._channel.send(OK + _encode(response), (store.slab.file,))
         return self._lease
 
     def _answer(self, request: m.Request, lease: Lease) -> None:

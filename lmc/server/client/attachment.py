@@ -3,7 +3,7 @@
 import itertools
 import os
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -14,7 +14,7 @@ from lmc.server.greeting import Attach
 from lmc.server.messages import Attached
 from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.memory.memory_files import locked
-from lmc.storage.memory.slab import Slab, SlabAddress
+from lmc.storage.memory.slab import Slab
 
 _serials = itertools.count(1)
 _attached: msgspec.msgpack.Decoder[Attached] = msgspec.msgpack.Decoder(Attached)
@@ -49,19 +49,9 @@ class Attachment:
             serial = next(_serials)
             try:
                 # A missing lifeline is not created: the server of another container would not see it.
-                quick.files.append(locked(attached.lifeline, new=False))
-                at = SlabAddress(
-                    path=f"/proc/{os.getpid()}/fd/{quick.files[0]}",
-                    slots=attached.slots,
-                    parallelism=layout.parallelism,
-                    part_bytes=layout.part_bytes,
-                    sparse=True,
-                    page_locked=attached.page_locked,
-                    lifeline=attached.lifeline,
-                    owner=str(lock_of(path)),
-                    serial=serial,
-                )
-                slab = Slab.attach(at)
+                quick.files.append(locked(attached.slab.lifeline, new=False))
+                mapped, owner = f"/proc/{os.getpid()}/fd/{quick.files[0]}", str(lock_of(path))
+                slab = Slab.attach(replace(attached.slab, path=mapped, owner=owner, serial=serial))
             except OSError as error:
                 raise StorageError(f"cannot map the memory of the cache server at {path}: {error}") from error
             opened.pop_all()
