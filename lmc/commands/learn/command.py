@@ -1,7 +1,7 @@
 """The command line of `lmc learn`. It imports its modules when it runs, so that `lmc --help` stays fast."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +15,7 @@ from lmc.storage.places import place_of
 from lmc.terminal import AsJson, all_of, console, counted, print_json, seconds_of
 
 if TYPE_CHECKING:
-    from lmc.commands.learn.learners import Learner
+    from lmc.commands.learn.learners import ModelLearner
     from lmc.commands.learn.run import Learned
     from lmc.config.settings import Settings
     from lmc.documents.sources import Document
@@ -71,7 +71,7 @@ def learn(
     An interrupted run continues where it stopped. A server must use the same special string between documents
     (blend_special_str of the settings).
     """
-    from lmc.commands.learn.learners import Retention
+    from lmc.commands.learn.learners import Learner, Retention, ServerLearner
     from lmc.commands.learn.manifest import Manifest
     from lmc.commands.learn.run import LearnRun
     from lmc.documents.sources import read_documents
@@ -81,13 +81,17 @@ def learn(
     retention = Retention(pinned=pin, ttl=seconds_of(ttl) if ttl is not None else None)
     settings = _settings(local_disk)
     _check_target(url, model, settings, chat)
-    with ExitStack() as closing:
+    with ExitStack() as opened:
         path = manifest or _manifest_path(url, model, settings, salt)
-        manifest_file = closing.enter_context(Manifest(path, again=again and not dry_run))
+        manifest_file = opened.enter_context(Manifest(path, again=again and not dry_run))
         run = LearnRun(documents, manifest_file, retention, again)
+        learner: Learner | None = None  # A dry run loads no model.
         try:
-            arguments = url, model, settings, salt, admin, chat, bool(retention), closing
-            learner = _learner(*arguments) if url or not dry_run else None  # A dry run loads no model.
+            if url:
+                special = settings.blend_special_str
+                learner = ServerLearner(url, special, salt, admin, chat=chat, retains=bool(retention))
+            elif not dry_run:
+                learner = opened.enter_context(closing(_model_learner(str(model), settings, salt)))
             notes = run.notes(learner, settings.document_share, settings.chunk_size, dry_run)
         except Unreachable as error:
             if not dry_run:
@@ -104,9 +108,8 @@ def learn(
 def _settings(local_disk: Path | None) -> "Settings":
     from lmc.config.settings import Settings
 
-    overrides = (
-        {"local_disk": local_disk, "server": None} if local_disk else {}
-    )  # The option replaces the settings' tiers.
+    # The option replaces the tiers of the settings.
+    overrides = {"local_disk": local_disk, "server": None} if local_disk else {}
     return Settings.load({"enable_blending": True, **overrides})
 
 
@@ -128,30 +131,14 @@ def _check_target(url: str | None, model: str | None, settings: "Settings", chat
         raise InputError("--chat needs a server, which applies its chat template: set --url")
 
 
-def _learner(
-    url: str | None,
-    model: str | None,
-    settings: "Settings",
-    salt: str,
-    admin: str,
-    chat: bool,
-    retains: bool,
-    closing: ExitStack,
-) -> "Learner":
-    """Return the learner. `closing` closes a model at the end."""
-    if url:
-        from lmc.commands.learn.learners import ServerLearner
-
-        return ServerLearner(url, settings.blend_special_str, salt, admin, chat=chat, retains=retains)
+def _model_learner(model: str, settings: "Settings", salt: str) -> "ModelLearner":
     try:
         import lmc.connectors.transformers  # noqa: F401
     except ImportError as error:
         raise needs_transformers("--model", error) from error
     from lmc.commands.learn.learners import ModelLearner
 
-    learner = ModelLearner(str(model), settings, salt)
-    closing.callback(learner.close)
-    return learner
+    return ModelLearner(model, settings, salt)
 
 
 def _report(
