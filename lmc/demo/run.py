@@ -44,9 +44,8 @@ def silent(_what: str, _done: int, _of: int) -> None:
 
 def answers(cached: CachedModel, prefilled: Prefilled, prompt: list[int], expected: str, tokenizer: Any) -> bool:
     """Return whether greedy decoding from a prefilled prompt begins with the right answer."""
-    limit = (
-        len(tokenizer.encode(" " + expected, add_special_tokens=False)) + 1
-    )  # one more token, because the answer may continue
+    # One more token is decoded, because the answer may continue.
+    limit = len(tokenizer.encode(" " + expected, add_special_tokens=False)) + 1
     return begins(tokenizer.decode(greedy_answer(cached, prompt, prefilled, limit), skip_special_tokens=True), expected)
 
 

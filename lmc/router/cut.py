@@ -83,9 +83,8 @@ class Cutter:
             content, size, block_tokens = packed, 4 * BLOCK_TOKENS, float(BLOCK_TOKENS)
         else:
             tokens, documents = max(1.0, len(request.text) / rate), self._by_text(request, seed, rate)
-            content = request.text[:MAX_CHARACTERS].encode(
-                "utf-32-le", "surrogatepass"
-            )  # 4 bytes per character, as per token
+            # The encoding has 4 bytes per character, as a token has in the other case.
+            content = request.text[:MAX_CHARACTERS].encode("utf-32-le", "surrogatepass")
             size, block_tokens = 4 * BLOCK_CHARACTERS, BLOCK_CHARACTERS / rate
         return Cut(
             tokens=tokens,

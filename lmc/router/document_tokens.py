@@ -39,9 +39,8 @@ class DocumentTokens:
     ) -> None:
         """`markers` and `special_string_of` have the markers and special strings of models, as they become known."""
         self._tokenize, self._markers, self._special_string_of = tokenize, markers, special_string_of
-        self._known: LRUCache[bytes, tuple[str, int] | None] = LRUCache(
-            MAX_KNOWN_DOCUMENTS
-        )  # None: not a document for the engines
+        # None stands for a text that is not a document for the engines.
+        self._known: LRUCache[bytes, tuple[str, int] | None] = LRUCache(MAX_KNOWN_DOCUMENTS)
         # The queue of documents: the model, the text and the tenant that came first.
         self._waiting: OrderedDict[bytes, tuple[str, str, str]] = OrderedDict()
         self._characters, self._of = 0, Counter[str]()  # characters in the queue, and documents per tenant

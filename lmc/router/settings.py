@@ -40,9 +40,8 @@ class RouterSettings:
     session_key: str = "x-session-id"
     special_string: str = " # # "
     api_key: str = field(default="", repr=False)  # sent to engines instead of the clients' keys
-    client_tokens: frozenset[str] = field(
-        default=frozenset(), repr=False
-    )  # a client needs one of them; empty: every client is admitted
+    # A client needs one of these tokens. Without any, every client is admitted.
+    client_tokens: frozenset[str] = field(default=frozenset(), repr=False)
     allowed_paths: frozenset[str] = frozenset()  # forwarded in addition to those that compute something
     admin_token: str = field(default="", repr=False)
     open_admin: bool = True  # whether administration needs no token, because the router listens at this host only
@@ -56,9 +55,8 @@ class RouterSettings:
     connect_seconds: float = 5.0
     answer_seconds: float = 600.0  # timeout for an engine that sends nothing
     health_seconds: float = 5.0  # between two health checks of an engine
-    name_key: bytes = field(
-        default_factory=lambda: os.urandom(32), repr=False
-    )  # hides addresses without an administration token
+    # Hides addresses without an administration token.
+    name_key: bytes = field(default_factory=lambda: os.urandom(32), repr=False)
 
     def admits(self, authorization: str) -> bool:
         """Return whether a client with this `authorization` header may send requests."""

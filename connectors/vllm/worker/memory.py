@@ -10,9 +10,8 @@ from lmc.connectors.vllm.worker.tensor_parallel import on_all_ranks
 from lmc.errors import NoMemory
 from lmc.shapes import KV, MIB
 
-UNUSED_BYTES = (
-    32 * MIB
-)  # allowance for unused memory: a GPU allocator may leave up to 1 MiB unused after each large tensor
+# Allowance for unused memory: a GPU allocator may leave up to 1 MiB unused after each large tensor.
+UNUSED_BYTES = 32 * MIB
 
 
 def allocated(device: torch.device) -> int:

@@ -237,9 +237,8 @@ class Worker:
             try:
                 self._slab = RankSlab(address, self._unmap)
             except StorageError as error:
-                if (
-                    not address.lifeline or self._ranks > 1
-                ):  # Other ranks may have mapped it, and would wait for this rank.
+                # Other ranks may have mapped it, and would wait for this rank.
+                if not address.lifeline or self._ranks > 1:
                     raise
                 log.warning("could not map the memory of the cache server, so nothing is loaded: %s", error)
 
