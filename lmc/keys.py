@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
-from typing import NewType
+from typing import Any, NewType
 
 from lmc.errors import InputError
+from lmc.shapes import KVShape
 
 ChunkKey = NewType("ChunkKey", bytes)  # 32 bytes, sha256
 FORMAT = 1  # version of the format of chunks and records; chunks of another version are never found
@@ -52,6 +53,12 @@ class Namespace:
     layout: str = ""  # layout of an engine's pages
     kind: str = ""  # kind of the records (`RecordKind`), and the prefix after which documents are learned
     cache_salt: str = ""  # tenants share chunks only if they have the same salt
+
+    @classmethod
+    def of(cls, shape: KVShape, **others: Any) -> "Namespace":
+        """Return the namespace for KV of a shape, with the values of the other fields."""
+        heads, dim = shape.kv_heads, shape.head_dim
+        return cls(dtype=str(shape.dtype), layers=shape.layers, kv_heads=heads, head_dim=dim, **others)
 
     def digest(self) -> bytes:
         """Return the SHA-256 of all fields (32 bytes).

@@ -87,16 +87,8 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         self._salt, name = cache_salt, identity(model, checkpoint)
         self._refused = self._why_not()
         self.blends = not self._refused
-        shape = self.layers.shape
-        namespace = Namespace(
-            model=name,
-            dtype=str(shape.dtype),
-            layers=shape.layers,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            rope=rope_name(model.config.rope_parameters),
-            chunk_size=settings.chunk_size,
-        )
+        shape, rope = self.layers.shape, rope_name(model.config.rope_parameters)
+        namespace = Namespace.of(shape, model=name, rope=rope, chunk_size=settings.chunk_size)
         layout, called = ChunkLayout.of(shape, settings.chunk_size), str(checkpoint or model.config.name_or_path)
         prefix = self._checked(learn_prefix, "learn_prefix") if learn_prefix else ()
         device = self.layers.device

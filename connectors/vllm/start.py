@@ -96,17 +96,8 @@ def open_engine(
     page_bytes = max(size for worker in workers for size in worker.page_bytes)
     layout = ChunkLayout(Parallelism(stages, ranks), page_bytes * (settings.chunk_size // block_size), dtype.itemsize)
     pages = "|".join(f"{worker.rank}{worker.page_bytes}{worker.layout}" for worker in workers)
-    namespace = Namespace(
-        model=model,
-        dtype=first.dtype,
-        layers=shape.layers,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        rope=first.rope,
-        chunk_size=settings.chunk_size,
-        tensor_parallel=ranks,
-        layout=f"{pages}|block {block_size}|{hashing}",
-    )
+    of_pages = {"layout": f"{pages}|block {block_size}|{hashing}", "tensor_parallel": ranks}
+    namespace = Namespace.of(shape, model=model, rope=first.rope, chunk_size=settings.chunk_size, **of_pages)
     store = open_store(settings, layout, shared=True, tiers=tiers, model=name, tokenizer=tokenizer)
     return CacheEngine(settings, store, layout, shape, namespace, prefix=prefix, model=name)
 
