@@ -311,7 +311,7 @@ def test_the_parts_of_a_worker_lie_side_by_side():
     slab = Slab(4, Parallelism(STAGES, RANKS), 5000, shared=True)
     for stage, rank in WORKERS:
         share = slab.address.parallelism.worker(stage, rank)
-        mine = [slab.part(slot, part).data_ptr() for slot in range(4) for part in range(slab.parts)[share.parts]]
+        mine = [slab.part(slot, part).data_ptr() for slot in range(4) for part in range(slab.parts)[share.numbers]]
         assert mine == list(range(mine[0], mine[0] + len(mine) * slab.stride, slab.stride))
 
 
