@@ -427,7 +427,7 @@ def test_an_arena_without_clients_keeps_nothing_that_others_want(tmp_path):
         idle = attached(server)
         filled(idle, [key_of(i) for i in range(12)])
         idle.close()
-        eventually(lambda: not server.arenas.budget.used(SIZES))
+        eventually(lambda: not server.arenas.budget.users(SIZES))
         store, keys = attached(server, OTHER), [key_of(i) for i in range(100, 109)]
         for key in keys:
             eventually(lambda key=key: put(store, key) or store.lookup([key]) == ["host"])
@@ -444,7 +444,7 @@ def test_layouts_without_clients_make_room_for_others(tmp_path, monkeypatch):
             store = attached(server, one)
             put(store, key_of(one.parts))
             store.close()
-            eventually(lambda one=one: not server.arenas.budget.used(one))
+            eventually(lambda one=one: not server.arenas.budget.users(one))
         stores = [attached(server, one) for one in sizes[2:]]
         assert {arena.layout for arena in server.arenas.all()} == set(sizes[2:])
         assert stores[0].lookup([key_of(3)]) == ["host"], "it had been used last"
@@ -470,7 +470,7 @@ def test_a_server_whose_memory_is_page_locked_has_one_layout(tmp_path):
         assert os.fstat(file).st_blocks >= full, "a GPU would go on to use the pages that were there before"
         assert get(store, K1) == expected(K1)
         store.close()
-        eventually(lambda: not server.arenas.budget.used(SIZES))
+        eventually(lambda: not server.arenas.budget.users(SIZES))
         other = attached(server, OTHER)
         assert [arena.layout for arena in server.arenas.all()] == [OTHER]
         assert other.lookup([K1]) == [None]

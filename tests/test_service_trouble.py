@@ -140,7 +140,7 @@ def test_memory_moves_on_when_an_arena_is_being_closed_or_fails(tmp_path, monkey
         assert len(filled(first, [key_of(number) for number in range(12)])) == 12
         arena = server.arenas._arenas[SIZES]
         first.close()
-        eventually(lambda: not server.arenas.budget.used(SIZES))
+        eventually(lambda: not server.arenas.budget.users(SIZES))
         second = attached(server, OTHER)
         closing, go, real = threading.Event(), threading.Event(), arena.close
 
@@ -174,7 +174,7 @@ def test_others_attach_while_an_arena_is_being_closed(tmp_path, monkeypatch, fai
     monkeypatch.setattr(arenas, "MAX_ARENAS", 2)
     with serving(tmp_path, 12) as server, ThreadPoolExecutor(2) as pool:
         attached(server).close()
-        eventually(lambda: not server.arenas.budget.used(SIZES))
+        eventually(lambda: not server.arenas.budget.users(SIZES))
         (leaving,) = server.arenas.all()
         second = attached(server, OTHER)
         closing, go, close = threading.Event(), threading.Event(), leaving.close
@@ -201,7 +201,7 @@ def test_others_attach_while_an_arena_is_being_closed(tmp_path, monkeypatch, fai
         else:
             third.result(60).close()
             assert {arena.layout for arena in server.arenas.all()} == {OTHER, THIRD}
-            eventually(lambda: not server.arenas.budget.used(THIRD))
+            eventually(lambda: not server.arenas.budget.users(THIRD))
         attached(server, SIZES, deadline=60.0).close()  # It is made anew.
         assert leaving not in server.arenas.all()
         second.close()
@@ -229,7 +229,7 @@ def test_pins_of_an_arena_that_was_closed_take_no_room(tmp_path, monkeypatch):
         one.ask_slowly(Keep([document], "pin"), None)
         assert server.arenas._pinned._taken > 0
         one.close()
-        eventually(lambda: not server.arenas.budget.used(SIZES))
+        eventually(lambda: not server.arenas.budget.users(SIZES))
         attached(server, OTHER).close()
         assert server.arenas._pinned._taken == pytest.approx(0)
 

@@ -131,11 +131,6 @@ class Arena:
         if len(self._namespaces) < MAX_NAMESPACES:
             self._namespaces.add(namespace)
 
-    @property
-    def empty_bytes(self) -> int:
-        """Bytes of memory that were allocated, and that no chunk uses."""
-        return self.store.empty_slots * self.layout.slot_bytes
-
     def owns(self, document: KnownDocument) -> bool:
         """Return whether a document belongs to this arena, not to another arena with as many parts per chunk."""
         return document.kept or document.namespace in self._namespaces

@@ -127,7 +127,7 @@ class Arenas:
         if self._closed:
             raise StorageError("the cache server is shutting down")
         others = {*self._arenas, *self._making} - {new}
-        unused = [layout for layout in self._arenas if not self.budget.used(layout)]
+        unused = [layout for layout in self._arenas if not self.budget.users(layout)]
         unused = [layout for layout in unused if layout != new and layout not in self._making]
         too_many = max(0, len(others) + 1 - self._most)
         if len(unused) < too_many:

@@ -48,10 +48,6 @@ class Budget:
         """Return the number of connections of clients with an arena."""
         return self._users[layout]
 
-    def used(self, layout: ChunkLayout) -> bool:
-        """Return whether an arena has clients."""
-        return self._users[layout] > 0
-
     def forget(self, layout: ChunkLayout) -> None:
         """Give back all memory of a closed arena."""
         with self._lock:

@@ -43,7 +43,7 @@ class Overview:
     def memory(self) -> dict[str, int]:
         """Return the memory budget and the memory in use, in bytes."""
         budget = self._arenas.budget
-        empty = sum(arena.empty_bytes for arena in self._arenas.all())
+        empty = sum(arena.store.empty_slots * arena.layout.slot_bytes for arena in self._arenas.all())
         return {"memory_bytes": budget.size, "used_bytes": budget.taken.total() - empty}
 
     def stat(self) -> dict[str, Any]:

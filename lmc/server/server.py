@@ -85,7 +85,8 @@ class CacheServer:
             opened.pop_all()
         self._sessions: set[Session] = set()
         self._tokenizers: OrderedDict[str, str] = OrderedDict()  # by model, the most recently introduced one at the end
-        self._lock, self._closed = threading.Lock(), False
+        self._lock = threading.Lock()
+        self.ends = False  # whether the server is shutting down, and accepts no more clients
 
     def serve(self) -> None:
         """Accept and serve clients until `stop` or `close` is called."""
@@ -95,7 +96,7 @@ class CacheServer:
                 connection, _ = self._listener.accept()
                 self._admit(Channel(connection))
             except (OSError, RuntimeError) as error:  # too many open files or threads
-                if self._closed:
+                if self.ends:
                     return
                 complain("connections", f"could not accept a client, will retry: {error}")
                 time.sleep(ACCEPT_PAUSE_SECONDS)
@@ -124,7 +125,7 @@ class CacheServer:
 
     def stop(self) -> None:
         """Make `serve` return, and accept no more connections."""
-        self._closed = True
+        self.ends = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
 
@@ -143,11 +144,6 @@ class CacheServer:
         """Number of connections with a lease, plus leases that wait until processes have ended."""
         with self._lock:
             return sum(session.attached for session in self._sessions)
-
-    @property
-    def ends(self) -> bool:
-        """Whether the server is shutting down, and accepts no more clients."""
-        return self._closed
 
     def attached(self) -> list[dict[str, Any]]:
         """Return the clients that have a lease, and what each holds."""
