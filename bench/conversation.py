@@ -43,7 +43,7 @@ from quality.rows import closed, interval
 
 from lmc.demo.questions import TOP, Question
 from lmc.demo.random_model import machine
-from lmc.demo.run import common
+from lmc.keys import common_prefix
 
 FULL, GOES_ON, AT_ONCE, FRESH, BLIND = "full", "goes on", "at once", "fresh", "blind"
 LMC_WAYS: dict[str, dict[str, Any]] = {GOES_ON: {}, AT_ONCE: {}, FRESH: {}, BLIND: {"strategy": "none"}}
@@ -75,7 +75,7 @@ def compared(full: Predictions, way: Predictions, answer: Sequence[int]) -> dict
     """Compare a way's predictions along an answer with those of full prefill, whose answer it is."""
     kls = [divergence(*one) for one in zip(full, way, answer, strict=True)]
     likeliest = [max(found, key=lambda token: found[token]) for found in way]
-    same = common(likeliest, answer)
+    same = common_prefix(likeliest, answer)
     agreement = {f"agreement{count}": min(same, count) / min(len(answer), count) for count in (TOKENS // 2, TOKENS)}
     return {"kl": fmean(kls), "kl_first": kls[0], "first": float(same > 0), **agreement}
 

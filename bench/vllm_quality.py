@@ -30,7 +30,8 @@ from quality.ways import FULL, default
 from lmc.config.settings import Settings
 from lmc.demo.questions import Prompts, Question
 from lmc.demo.random_model import machine
-from lmc.demo.run import begins, common
+from lmc.demo.run import begins
+from lmc.keys import common_prefix
 
 WAYS: dict[str, dict[str, Any]] = {"blend": {}, "blind": {"strategy": "none"}, "exact": {"blend": False}}
 THEIRS = {"full": FULL, "blend": default(Settings()).name, "blind": "none+primer 0"}  # ways of bench/quality.py
@@ -77,7 +78,7 @@ def quality(bench: Bench, prompts: Prompts, asked: list[Question], tokenizer: An
         for way, tokens in said.items():
             text = tokenizer.decode(tokens, skip_special_tokens=True)
             found[way]["right"].append(begins(text, *example.accepted))
-            found[way]["agreement"].append(common(tokens, said["full"]) / len(said["full"]))
+            found[way]["agreement"].append(common_prefix(tokens, said["full"]) / len(said["full"]))
         if theirs := rows.ways(key_of(REAL_TASK, question.kind, question.question)):
             for way, name in THEIRS.items():
                 found[f"{way}, transformers"]["right"].append(theirs[name]["right"])

@@ -17,11 +17,11 @@ from lmc.blend.turn_headers import (
     TurnHeaders,
     Variants,
     added_tokens,
-    common_prefix,
     longest_first,
     occurrences,
 )
 from lmc.errors import InputError
+from lmc.keys import common_prefix
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from lmc.keys import common_prefix
+
 Tokens = Sequence[int]
 Variants = tuple[tuple[int, ...], ...]
 
@@ -105,11 +107,6 @@ def occurrences(tokens: Tokens, variants: Variants) -> Iterator[tuple[int, tuple
 def longest_first(variants: Iterable[Sequence[int]]) -> Variants:
     """Return token sequences in the order of the search: longest first, without duplicates."""
     return tuple(sorted(set(map(tuple, variants)), key=lambda one: (-len(one), one)))
-
-
-def common_prefix(a: Tokens, b: Tokens) -> int:
-    """Return the length of the common prefix of two token sequences."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _is_blank(text: str) -> bool:

@@ -112,6 +112,11 @@ def document_keys(namespace: bytes, tokens: Sequence[int], chunk_size: int) -> l
     return _chain(hashlib.sha256(b"document" + namespace).digest(), tokens, chunk_size)
 
 
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the length of the common prefix of two token sequences."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
 def chunk_bounds(tokens: int, chunk_size: int) -> list[tuple[int, int]]:
     """Return the half-open token ranges of the chunks of `tokens` tokens; the last chunk may be partly full."""
     return list(pairwise([*range(0, tokens, chunk_size), tokens]))

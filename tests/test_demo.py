@@ -24,7 +24,8 @@ from lmc.demo.questions import (
     read_texts,
     sample,
 )
-from lmc.demo.run import ask, common, demo_settings, run
+from lmc.demo.run import ask, demo_settings, run
+from lmc.keys import common_prefix
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +137,9 @@ def test_a_model_is_asked_in_its_chat_template_if_it_has_one(template: str | Non
 
 
 def test_agreement_is_counted_up_to_the_first_difference() -> None:
-    assert common([1, 2, 3], [1, 2, 4]) == 2
-    assert common([1, 2], [1, 2, 4]) == 2
-    assert common([5], [1]) == 0
+    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2
+    assert common_prefix([1, 2], [1, 2, 4]) == 2
+    assert common_prefix([5], [1]) == 0
 
 
 def test_as_full_is_the_share_of_the_first_16_tokens_of_full_prefill_s_answer(monkeypatch: pytest.MonkeyPatch) -> None:

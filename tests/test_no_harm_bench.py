@@ -15,7 +15,7 @@ from amount import mostly_long
 
 from lmc.blend.segments import split
 from lmc.blend.strategies import STRATEGIES
-from lmc.demo.run import common
+from lmc.keys import common_prefix
 
 BENCH = Path(__file__).parents[1] / "bench"
 QUESTION = "Who wrote it?"
@@ -115,7 +115,7 @@ def test_traffic_is_what_it_is_said_to_be(no_harm: ModuleType, chats: Any) -> No
     assert documents(traffic.nothing()) == []
     first, *others = traffic.same_documents(4)
     spans = split(first, chats.markers).documents
-    assert all(common(first, prompt) >= spans[-1].stop for prompt in others)
+    assert all(common_prefix(first, prompt) >= spans[-1].stop for prompt in others)
     assert len({tuple(prompt) for prompt in [first, *others]}) == 4
     for share in (0.3, 1, 2):
         segments = split(traffic.known(share), chats.markers)

@@ -22,7 +22,8 @@ from lmc.connectors.transformers import CachedModel
 from lmc.connectors.transformers.continuation import divergence, greedy_answer, log_probabilities
 from lmc.connectors.transformers.hf import forward, rows_of
 from lmc.connectors.transformers.report import Prefilled
-from lmc.demo.run import begins, common
+from lmc.demo.run import begins
+from lmc.keys import common_prefix
 from quality.cases import Case
 from quality.ways import FULL, ORACLE, ROUNDED, Way
 
@@ -146,7 +147,7 @@ class Lab:
         """Compare a way's predictions with those of full prefill, and its greedy answer with full prefill's."""
         prompt, said = full.case.prompt, full.said
         predictions = log_probabilities(cached, prompt, done, said)
-        same = common(predictions.argmax(-1).tolist(), said)
+        same = common_prefix(predictions.argmax(-1).tolist(), said)
         if full.answer != said:
             predictions = log_probabilities(cached, prompt, done, full.answer)
         judged = self._judged(said if same == len(said) else greedy_answer(cached, prompt, done, TOKENS), full.case)

@@ -24,6 +24,7 @@ from lmc.demo.outcome import Answer, Asked, Outcome, Picture, Tally
 from lmc.demo.pretrained import MODEL_NAME as PRETRAINED_NAME
 from lmc.demo.questions import Collection, Example, Prompts
 from lmc.demo.random_model import SEPARATOR, machine, random_llama, random_tokens
+from lmc.keys import common_prefix
 
 MODES: tuple[How, ...] = ("full", "exact", "reuse", "blend")
 LARGE_LAYERS, LARGE_HIDDEN, LARGE_TOKENS, LARGE_DOCUMENTS, LARGE_PROMPTS = 12, 768, 2048, 8, 3
@@ -60,13 +61,6 @@ def _words(text: str) -> str:
     return " ".join(words[1:] if len(words) > 1 and words[0] in ("a", "an", "the") else words)
 
 
-def common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return how many tokens two answers have in common before the first difference."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
-
-
 def prefill_all(caches: dict[How, CachedModel], example: Example, first: int) -> dict[How, Prefilled]:
     """Prefill one prompt in all modes. `first` selects the mode that runs first, so that no mode is always first."""
     modes = [MODES[(first + offset) % len(MODES)] for offset in range(len(MODES))]
@@ -83,7 +77,7 @@ def ask(cached: CachedModel, example: Example, prefills: dict[How, Prefilled], t
         answers[mode] = Answer(
             text=text,
             right=begins(text, *example.accepted),
-            agreement=common(tokens, full) / len(full),
+            agreement=common_prefix(tokens, full) / len(full),
             seconds=report.seconds,
             computed=statistics.mean(report.computed),
             reused=report.reused + report.exact,

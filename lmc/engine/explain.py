@@ -8,7 +8,7 @@ from typing import Any
 from lmc.documents.known import PREVIEW_CHARACTERS, KnownDocument
 from lmc.engine.cache_engine import CacheEngine
 from lmc.engine.planner import DocumentMatch, Plan
-from lmc.keys import RecordKind
+from lmc.keys import RecordKind, common_prefix
 
 Decode = Callable[[list[int]], str]
 
@@ -52,7 +52,7 @@ def explain(
             why = _why_known_no_more(engine, prompt, document, salt)
             near = None if why else engine.known.nearest(tokens, engine.namespace(RecordKind.DOCUMENT, salt))
             if near is not None:
-                nearest, differs = near.id, _first_difference(tokens, near)
+                nearest, differs = near.id, common_prefix(tokens, near.tokens)
                 why = _what_differs(tokens, near, differs, decode)
             why = why or _why_never_known(engine)
         elif not reused:
@@ -116,8 +116,3 @@ def _why_gone(engine: CacheEngine, same: Sequence[KnownDocument], namespace: byt
     if any(known.namespace in tenants for known in same):
         return "it was learned under another cache_salt, or without one, and tenants share nothing"
     return "it was learned by another model, or with other settings (dtype, chunk_size, blend_method)"
-
-
-def _first_difference(tokens: Sequence[int], known: KnownDocument) -> int:
-    pairs = enumerate(zip(tokens, known.tokens, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(known.tokens)))

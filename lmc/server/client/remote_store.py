@@ -390,17 +390,17 @@ class _RemoteChanges(Changes):
 
     def since(self, number: int) -> tuple[list[Change], bool]:
         """See `Changes.since`. After a change of the server, the result is incomplete, and readers must start again."""
-        at = self._store.attachment
+        at, unchanged = self._store.attachment, (list[Change](), True)
         if at is None:
-            return [], True
+            return unchanged
         base = at.serial * CHANGE_NUMBERS
         if not base <= number < base + CHANGE_NUMBERS:
             return [], False
-        changes, complete = self._store.ask(m.Since(number - base), ([], True))
+        changes, complete = self._store.ask(m.Since(number - base), unchanged)
         return [change._replace(number=base + change.number) for change in changes], complete
 
     def present(self) -> tuple[int, dict[str, list[Chunk]]]:
         """See `Changes.present`."""
         at = self._store.attachment
-        number, present = self._store.ask_slowly(m.Present(), (0, {}))
+        number, present = self._store.ask_slowly(m.Present(), (0, dict[str, list[Chunk]]()))
         return (at.serial * CHANGE_NUMBERS if at is not None else 0) + number, present
