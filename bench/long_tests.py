@@ -1,6 +1,8 @@
 """What `make test-long` ran: counts and seconds of each file of tests in each environment, out of pytest's reports.
 
 python bench/long_tests.py build/tests [--keep]
+
+A report may hold several runs of pytest, each a `testsuite`: their number, and the first and the last start are kept.
 """
 
 import argparse
@@ -36,7 +38,8 @@ def outcome(case: ElementTree.Element) -> str:
 def read(report: Path) -> tuple[dict[str, object], dict[str, dict[str, float]]]:
     """Return the sums of a report, and those of each of its files."""
     files: dict[str, Counter[str]] = {}
-    for case in ElementTree.parse(report).getroot().iter("testcase"):
+    root = ElementTree.parse(report).getroot()
+    for case in root.iter("testcase"):
         name = case.get("classname", "")
         parts = name.split(".")
         at = next((i for i, part in enumerate(parts) if part.startswith("test_")), len(parts) - 1)
@@ -46,9 +49,11 @@ def read(report: Path) -> tuple[dict[str, object], dict[str, dict[str, float]]]:
     sums: Counter[str] = Counter()
     for counted in files.values():
         sums.update(counted)
-    (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
+    suites = list(root.iter("testsuite"))
+    starts = sorted(suite.get("timestamp", "") for suite in suites)
     whole = {kind: sums[kind] for kind in ("passed", "failed", "skipped")}
-    return {**whole, "seconds": round(float(suite.get("time", 0)))}, {
+    whole["seconds"] = round(sum(float(suite.get("time", 0)) for suite in suites))
+    return {**whole, "runs": len(suites), "first_start": starts[0], "last_start": starts[-1]}, {
         name: {kind: round(number, 1) for kind, number in counted.items()} for name, counted in sorted(files.items())
     }
 

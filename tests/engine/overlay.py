@@ -32,6 +32,7 @@ def main(base: Path, new: Path, wheel: Path) -> None:
     if new.exists():
         shutil.rmtree(new)
     subprocess.run(["cp", "-a", str(base), str(new)], check=True)
+    (new / "ready").unlink(missing_ok=True)  # If the copy is not changed, make must not take it for an overlay.
     (packages,) = new.glob("lib/python*/site-packages")
     (old,) = packages.glob("vllm*.dist-info")
     before = {path.relative_to(packages).as_posix(): path.read_text() for path in (packages / "vllm").rglob("*.py")}
