@@ -91,6 +91,7 @@ def test_transformers_finds_what_vllm_has_learned(models, place):
 def note_what_is_known(monkeypatch, prefix):
     """Learn documents behind a prefix; return a list to which each of them adds how many tokens are known before it."""
     monkeypatch.setattr("lmc.connectors.vllm.connector.learn_prefix", lambda *_: prefix)
+    monkeypatch.setattr("lmc.connectors.vllm.scheduler.backfill.MAX_WAITING", 0)  # Backfill calls it, too.
     known = []
 
     def noted(*given):
