@@ -4,6 +4,8 @@ lmc's own locks are plain, because the check would take a tenth of the time in w
 """
 
 import threading
+from collections import Counter
+from typing import ClassVar
 
 from lmc.storage import locks
 from lmc.storage.locks import Rank
@@ -14,8 +16,11 @@ _held = threading.local()  # `ranks`: those of the locks that a thread holds
 class RankedLock:
     """A lock that is not re-entrant, and asserts the order of ranks."""
 
+    made: ClassVar[Counter[Rank]] = Counter()  # the number of locks by rank
+
     def __init__(self, rank: Rank) -> None:
         self._rank, self._lock = rank, threading.Lock()
+        self.made[rank] += 1
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """As `threading.Lock.acquire`."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import mmap
+import socket
 import threading
 import time
 from collections import OrderedDict, defaultdict
@@ -18,6 +19,7 @@ from lmc.keys import ChunkKey, RecordKind
 from lmc.storage.change_log import ChangeLog
 from lmc.storage.contract import Pin
 from lmc.storage.cost_model import CostModel, Rate
+from lmc.storage.state import StoreState
 from lmc.storage.store import Store
 from lmc.storage.tiers.record import RecordMeta, checksum, decode_header, encode_header, header_size, split_parts
 from lmc.storage.tiers.tier import Entry, Finding, RecordReader, Tier, Wrapped, Written
@@ -76,6 +78,30 @@ def writing(store: Store, meta: RecordMeta) -> Iterator[torch.Tensor | None]:
         store.abort(reservation)
         raise
     store.commit([reservation])
+
+
+class Clock:
+    """Time that goes on when the test says so."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def eventually(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Wait until something is true."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it does not come true"
+        time.sleep(1e-3)
 
 
 _waited: dict[Path, int] = {}
@@ -283,10 +309,15 @@ def tiers_of(store: Store) -> list[Tier]:
     return store._tiers
 
 
+def state_of(store: Store) -> StoreState:
+    """The state that the store's lock guards, whose steps tests take out of order."""
+    return store._state
+
+
 def lose(store: Store, *keys: ChunkKey) -> None:
     """Take chunks out of memory, and leave them in the tiers."""
     for key in keys:
-        store._state.drop(key)
+        state_of(store).drop(key)
 
 
 class Broken(Wrapped):

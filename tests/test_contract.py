@@ -10,7 +10,7 @@ from types import UnionType
 from typing import get_args, get_origin
 
 import pytest
-from service_fakes import attached, eventually, serving
+from service_fakes import attached, serving
 from storage_fakes import (
     PART_BYTES,
     PARTS,
@@ -18,6 +18,7 @@ from storage_fakes import (
     Gated,
     as_tensor,
     content,
+    eventually,
     expected,
     get,
     key_of,
@@ -259,16 +260,6 @@ def test_no_lease_is_given_twice(store, tier):
         store.release([pins[0], *again])
     store.flush()
     assert len(leases) == len(set(leases)) == 17
-
-
-def test_no_lease_is_a_pin_and_a_reservation_at_once(store):
-    keep(store, K1)
-    pin, reservation = pinned(store, K1), begun(store, K2)
-    assert pin.lease != reservation.lease
-    store.abort(reservation)
-    assert store.state(pin) is PinState.READY
-    store.release([pin])
-    store.flush()
 
 
 # -- the driver in the same process --------------------------------------------------------------------------------

@@ -2,13 +2,13 @@
 
 import errno
 import os
+import shutil
 import stat
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from service_fakes import eventually
-from storage_fakes import PART_BYTES, PARTS, content, key_of, meta_of
+from storage_fakes import PART_BYTES, PARTS, content, eventually, key_of, meta_of
 
 from lmc.server import journal as journals
 from lmc.server.journal import Journal
@@ -36,11 +36,6 @@ def fill(journal: Journal, slab: Slab, slot: int, key: bytes, label: str = "") -
     journal.filled(Slot(slot), replace(meta_of(key), label=label))
 
 
-def written(journal: Journal) -> None:
-    """Wait until all that was noted is in the file."""
-    eventually(journal._filled.empty)
-
-
 def kept(path: Path, slab: Slab) -> list[tuple[int, bytes]]:
     journal = Journal(path, slab)
     found = [(slot, meta.key) for slot, meta in journal.restore()]
@@ -55,7 +50,6 @@ def test_the_file_does_not_grow_with_the_chunks_that_were_stored(tmp_path: Path,
     for number in range(300):
         fill(journal, slab, number % SLOTS, key_of(number))
         largest = max(largest, path.stat().st_size)
-    written(journal)
     journal.close()
     assert largest < 4000
     assert sorted(kept(path, slab)) == [(number % SLOTS, key_of(number)) for number in range(296, 300)]
@@ -74,11 +68,9 @@ def test_chunks_come_back_in_the_order_in_which_they_were_used(tmp_path: Path, s
     for slot in (2, 0, 1, 3):
         fill(journal, slab, slot, keys[slot])
     fill(journal, slab, 2, keys[4])  # The slot was used anew, so its chunk is the newest.
-    written(journal)
-    journal._filled.put(None)
-    journal._thread.join()  # as if the server was killed
-    assert [slot for slot, _ in kept(tmp_path / "j", slab)] == [0, 1, 3, 2]
-    journal = opened(tmp_path / "j", slab)
+    eventually(lambda: keys[4] in (tmp_path / "j").read_bytes())
+    shutil.copy(tmp_path / "j", tmp_path / "killed")
+    assert [slot for slot, _ in kept(tmp_path / "killed", slab)] == [0, 1, 3, 2]
     journal.close(last_used=[Slot(3), Slot(2), Slot(0), Slot(1)])
     assert [slot for slot, _ in kept(tmp_path / "j", slab)] == [3, 2, 0, 1]
 
@@ -90,7 +82,10 @@ def test_a_full_file_system_costs_what_is_stored_then_and_nothing_else(
     fill(journal, slab, 0, key_of(0))
     eventually(lambda: (tmp_path / "j").stat().st_size)
 
+    refused = []
+
     def no_room(*_, **__):
+        refused.append(True)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     class Full:
@@ -108,7 +103,7 @@ def test_a_full_file_system_costs_what_is_stored_then_and_nothing_else(
         full.setattr(journals, "replace_bytes", no_room)
         for number in (1, 2):
             fill(journal, slab, number, key_of(number))
-        written(journal)
+        eventually(lambda: refused)
     fill(journal, slab, 3, key_of(3))
     journal.close()
     assert caplog.text.count("the next server will not find") == 1

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 from ranked_locks import RankedLock
+from storage_fakes import state_of
 
 from lmc.storage.locks import Rank
 from lmc.storage.memory.slab import Slab
@@ -194,10 +195,10 @@ def test_a_condition_knows_whether_its_lock_is_held():
 
 def test_the_locks_of_a_store_check_their_order(tmp_path):
     """It would not be noticed otherwise that some of them are plain."""
-    store = Store(Slab(1, 1, 1), [disk := DiskTier(tmp_path, 1 << 20)])
-    made = [store.changes._lock, store._state._changed._lock, store._guard._lock, disk._lock]
-    assert [type(lock) for lock in made] == [RankedLock] * 4
-    store.close()
+    before = RankedLock.made.copy()
+    Store(Slab(1, 1, 1), [DiskTier(tmp_path, 1 << 20)]).close()
+    # Of the change log, the guard, and the uses of the disk tier's records; of the state; of the disk tier.
+    assert RankedLock.made - before == {Rank.LEAF: 3, Rank.STATE: 1, Rank.TIER: 1}
 
 
 # -- places --------------------------------------------------------------------------------------------------------
@@ -231,7 +232,7 @@ def test_the_table_has_every_place_of_a_store(tmp_path):
     from lmc.storage.tiers.redis import RedisTier
 
     store = Store(Slab(1, 1, 1), [DiskTier(tmp_path, 1 << 20)], device=Slab(1, 1, 1))
-    levels = set(store._state.pools)
+    levels = set(state_of(store).pools)
     assert levels == MEMORY == {"device", "host"}
     assert levels | {DiskTier.name, RedisTier.name} == {place.name for place in PLACES}
     store.close()

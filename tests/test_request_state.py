@@ -63,5 +63,5 @@ def test_a_request_of_embeddings_alone_gets_a_note_if_it_asks_for_more(wish: obj
         kv_transfer_params={"lmc": wish} if wish else None, cache_salt=None, lora_request=None, mm_features=[],
         skip_reading_prefix_cache=False, block_hashes=[], num_preemptions=0,
     )  # fmt: skip
-    state = Roles(Lab().scheduler._setup, Counter(), quiet=True).classify(request)
+    state = Roles(Lab().setup, Counter(), quiet=True).classify(request)
     assert (state.role, state.note) == (Role.EXACT, note)

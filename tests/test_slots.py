@@ -164,9 +164,9 @@ def test_a_pinned_slot_is_never_evicted():
 
 def test_a_slot_that_is_held_twice_stays_until_both_have_left():
     pool = filled(A)
-    with pinned(pool, A) as slots:
+    with pinned(pool, A):
         with pinned(pool, A):
-            assert pool._holders[slots[0]] == 2
+            assert pool.holders == 2
         assert pool.slots - pool.held == 0
     assert pool.slots - pool.held == 1
 
@@ -216,16 +216,17 @@ def filled(*keys: ChunkKey) -> SlotPool:
     return pool
 
 
+def out_of_the_queue(pool: SlotPool) -> None:
+    pool._order.hold(1)
+
+
 FAULTS = {
-    "slot 0 is empty and held or being filled": lambda pool: pool._empty.append(0),
-    "slot 3 is in no state": lambda pool: pool._empty.clear(),
-    "slot 2 is evictable and held or being filled": lambda pool: pool._holders.__setitem__(2, 1),
-    "slots are empty twice": lambda pool: pool._empty.append(3),
-    "but lookups do not find it": lambda pool: pool._slots_of.pop(B),
+    "slot 3 is empty and unassigned": lambda pool: pool.unassign(3),
+    "slot 1 is in no state": out_of_the_queue,
+    "slots are unassigned twice": lambda pool: [pool.unassign(3) for _ in range(2)],
+    "but lookups do not find it": lambda pool: pool.metas.__setitem__(3, pool.metas[0]),
     "in slot 1, which has another one or none": lambda pool: pool.metas.__setitem__(1, None),
-    "slot 1 is not where it belongs in the queues": lambda pool: pool._order.hold(1),
-    "slot 3 is evictable, but not an entry": lambda pool: pool._order._queues[0].update({3: 99}),
-    "take [3.0, 0.0, 0.0], counted as [4.0, 0.0, 0.0]": lambda pool: pool._order._taken.__setitem__(0, 4.0),
+    "slot 1 is not where it belongs in the queues": out_of_the_queue,
 }
 
 

@@ -6,7 +6,7 @@ import resource
 import shutil
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 import pytest
 from storage_fakes import (
@@ -18,6 +18,7 @@ from storage_fakes import (
     Shared,
     as_tensor,
     content,
+    eventually,
     expected,
     get,
     key_of,
@@ -26,6 +27,7 @@ from storage_fakes import (
     pin_bytes,
     put,
     raw_record,
+    state_of,
     stored,
     writing,
 )
@@ -39,7 +41,7 @@ from lmc.storage.memory.slab import LOST, Slab, tag_of
 from lmc.storage.store import Store
 from lmc.storage.tiers.disk import DiskTier
 from lmc.storage.tiers.tier import Wrapped
-from lmc.storage.writer import WRITERS
+from lmc.storage.writer import WRITERS, Writer
 
 K0, K1, K2, K3, K4, K5 = map(key_of, range(6))
 
@@ -65,32 +67,10 @@ class WrapperContract(TestDictTier):
         super().raw_write(tier.inner, key, blob)
 
 
-class TestDelayed(WrapperContract):
-    @pytest.fixture
-    def tier(self):
-        return Delayed(DictTier(), per_part=1e-5, per_write=1e-5)
-
-
 class TestFaulty(WrapperContract):
     @pytest.fixture
     def tier(self):
         return Faulty(DictTier(), lambda verb, key: None)
-
-
-class TestCounted(WrapperContract):
-    @pytest.fixture
-    def tier(self):
-        return Counted(DictTier())
-
-    def test_it_counts_what_passes(self, tier):
-        tier.write(meta_of(K0), [stored(meta_of(K0))])
-        tier.write(meta_of(K0), [stored(meta_of(K0))])
-        read(tier, K0)
-        read(tier, K1)
-        tier.contains([K0, K1])
-        counts = tier.counts
-        assert (counts.written, counts.opened, counts.keys_asked) == (1, 1, [K0, K1])
-        assert counts.bytes_written == counts.bytes_read == PARTS * PART_BYTES
 
 
 # -- a store for each test, proved clean at its end ------------------------------------------------------------------
@@ -173,13 +153,6 @@ def loaded(stats):
     return {tier: count for (tier, verb), count in stats.bytes.items() if verb == "read"}
 
 
-def wait_for(store, condition):
-    until = time.monotonic() + 60
-    while not condition(store.stats()):
-        assert time.monotonic() < until, store.stats()
-        time.sleep(1e-4)
-
-
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -196,8 +169,15 @@ def test_what_was_written_is_pinned_bit_equal_and_the_rest_is_a_miss(make):
 def test_a_lookup_of_what_is_in_memory_waits_for_nobody(make):
     store = make(device=2)
     put(store, K0)
-    with store._state._changed:  # somebody is long at the books
-        assert Elsewhere(store.lookup, [K0, K1, K0]).result == ["device", None, "device"]
+    found = []
+
+    def chunks():
+        """The store's lock is held while it takes chunks from here."""
+        found.append(Elsewhere(store.lookup, [K0, K1, K0]).result)
+        yield from ()
+
+    store.adopt(chunks())
+    assert found == [["device", None, "device"]]
 
 
 def test_a_pinned_chunk_is_never_evicted(make):
@@ -243,13 +223,6 @@ def test_an_exception_while_writing_gives_the_slot_back(make):
     assert store.held() == 0
     assert store.lookup([K0]) == [None]
     assert put(store, K0)
-
-
-def test_a_chunk_that_is_being_written_is_a_miss_until_it_is_whole(make):
-    store = make()
-    with writing(store, meta_of(K0)):
-        assert store.lookup([K0]) == [None]
-        assert get(store, K0) is None
 
 
 def test_a_short_chunk_carries_nothing_of_the_one_before_it_into_its_record(make, tier):
@@ -375,7 +348,7 @@ def test_a_tier_that_hangs_does_not_hold_up_the_other_and_each_has_its_share_of_
     store = make(hanging, tier, slots=8)  # four may be queued, two for each tier
     for number, key in enumerate((K0, K1, K2, K3, K4), 1):
         put(store, key)
-        wait_for(store, lambda stats, wanted=number: stats.writes == {"dict": wanted})
+        eventually(lambda wanted=number: store.stats().writes == {"dict": wanted})
     stats = store.stats()
     assert (stats.queued, stats.dropped_writes) == (2, 3)
     assert store.held() == 2, "a slot is held until every tier has its chunk"
@@ -557,21 +530,12 @@ def test_a_cancelled_load_reads_no_further_part(make, tier):
     gated = Gated(fill(tier, K0))
     counted = Counted(gated)
     store = make(counted)
-    inside = threading.Event()
-
-    def leave_at_once():
-        with store.pinned([K0]):
-            assert gated.reading.wait(60)
-            inside.set()
-
-    reader = Elsewhere(leave_at_once)
-    assert inside.wait(60)
-    while store._state._loads[K0].readers:  # until it has said that it leaves
-        pass
+    pins = store.pin([K0])
+    assert gated.reading.wait(60)
+    store.release(pins, wait=False)
     gated.open_all()
-    assert reader.result is None
+    eventually(lambda: store.held() == 0)
     assert counted.counts.bytes_read == PART_BYTES
-    assert store.held() == 0
     assert store.lookup([K0]) == ["dict"]
 
 
@@ -592,15 +556,12 @@ def test_who_joins_a_load_that_the_first_reader_leaves_gets_all_of_it(make, tier
     gated = Gated(fill(tier, K0))
     counted = Counted(gated)
     store = make(counted)
-    with ExitStack() as first:
-        first.enter_context(store.pinned([K0]))
-        assert gated.reading.wait(60)
-        second = Elsewhere(get, store, K0)
-        while store._state._loads[K0].readers < 2:
-            pass
-        first.close()
-    gated.open_all()
-    assert second.result == expected(K0)
+    first = store.pin([K0])
+    assert gated.reading.wait(60)
+    with store.pinned([K0]) as (second,):
+        store.release(first, wait=False)
+        gated.open_all()
+        assert [pin_bytes(store, second, part) for part in range(PARTS)] == expected(K0)
     assert counted.counts.opened == 1
 
 
@@ -817,8 +778,7 @@ def test_a_forgotten_chunk_is_not_written_by_what_was_queued_before(make, tier, 
     assert gated.writing.wait(60)
     put(store, K1)  # waits in the queue
     forget = [Elsewhere(store.forget, key) for key in (K0, K1)]
-    while store.lookup([K0, K1]) != [None, None]:
-        pass
+    eventually(lambda: store.lookup([K0, K1]) == [None, None])
     gated.open_all()
     assert [thread.result for thread in forget] == [None, None]
     store.flush()
@@ -1004,49 +964,6 @@ def shared(make, *tiers, slots=4, **options):
     return store, store.slab
 
 
-def test_a_chunk_is_found_when_it_is_committed_and_not_before(make):
-    store = make()
-    writing = begin(store, K0)
-    assert store.lookup([K0]) == [None]
-    assert store.held() == 1
-    store.commit([writing])
-    assert get(store, K0) == expected(K0)
-    assert store.held() == 0
-
-
-def test_what_is_aborted_leaves_nothing(make):
-    store = make()
-    store.abort(begin(store, K0))
-    assert store.lookup([K0]) == [None]
-    assert store.held() == 0
-    store.commit([begin(store, K0)])
-    assert get(store, K0) == expected(K0)
-
-
-def test_one_key_is_begun_once(make):
-    store = make()
-    writing = begin(store, K0)
-    assert begin(store, K0) is None
-    store.commit([writing])
-    assert begin(store, K0) is None
-
-
-def test_a_full_store_begins_nothing_and_counts_it(make):
-    store = make(slots=2)
-    both = [begin(store, K0), begin(store, K1)]
-    assert begin(store, K2) is None
-    assert store.stats().no_room == 1
-    for begun in both:
-        store.abort(begun)
-
-
-def test_what_was_committed_goes_down_to_the_tiers(make, tier):
-    store = make(tier)
-    store.commit([begin(store, K0)])
-    store.flush()
-    assert list(tier.records) == [K0]
-
-
 def test_after_the_end_nothing_is_begun_and_what_was_begun_can_still_be_given_back(make, tier):
     store = make(tier)
     first, second = begin(store, K0), begin(store, K1)
@@ -1054,18 +971,6 @@ def test_after_the_end_nothing_is_begun_and_what_was_begun_can_still_be_given_ba
     assert begin(store, K2) is None
     store.commit([first])
     store.abort(second)
-    assert store.held() == 0
-
-
-def test_pins_that_were_acquired_hold_until_released(make):
-    store = make(slots=2)
-    put(store, K0)
-    pins = store.pin([K0, K1, K0])
-    assert [pin and store.state(pin) for pin in pins] == [PinState.READY, None, PinState.READY]
-    assert put(store, K1)
-    assert put(store, K2), "only the other slot is taken"
-    assert store.lookup([K0, K1, K2]) == ["host", None, "host"]
-    store.release([pin for pin in pins if pin])
     assert store.held() == 0
 
 
@@ -1136,7 +1041,8 @@ def test_a_slot_that_is_taken_for_another_chunk_loses_its_old_one_before_the_fir
     """Whoever still read the old chunk saw a whole one under its label while the new one's bytes came in."""
     store, slab = shared(make, slots=1)
     put(store, K0)
-    slot = store._state.host.find(K0)
+    with store.pinned([K0]) as (pin,):
+        slot = pin.slot
     assert slab.ready(slot, tag_of(K0)) == PARTS
     (writing,) = store.begin([meta_of(K1)])
     assert slab.ready(slot, tag_of(K0)) == LOST
@@ -1207,7 +1113,7 @@ def write_record(tier, key):
 
 def test_a_tier_that_hangs_holds_up_nobody_who_looks_after_pinned_chunks(make):
     """Its slot is given to nobody while the tier still reads it."""
-    gate, end = threading.Event(), time.monotonic() + 60
+    gate = threading.Event()
 
     def hanging(verb, _):
         if verb == "write":
@@ -1226,31 +1132,26 @@ def test_a_tier_that_hangs_holds_up_nobody_who_looks_after_pinned_chunks(make):
     assert time.monotonic() - started < 30
     assert store.held() == 1
     gate.set()
-    while store.held():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    eventually(lambda: store.held() == 0)
     assert tier.inner.contains([K0]) == [True]
 
 
-def test_a_chunk_that_is_forgotten_while_it_is_spread_is_not_written_again(make):
+def test_a_chunk_that_is_forgotten_while_it_is_spread_is_not_written_again(make, monkeypatch):
     """It was forgotten, and deleted on the tier, between the look at it and the order to write it there."""
     tier = DictTier()
     store = make(tier, slots=4)
     put(store, K0)
     store.flush()
     tier.delete(K0)
-    submit, jobs = store._writer._submit, []
+    write_again = Writer.write_again
 
-    def submit_late(tier, key, job, *arguments):
-        jobs.append(job.__name__)
-        if len(jobs) == 1:
-            store.forget(K0, wait=False)
-        return submit(tier, key, job, *arguments)
+    def forget_before(*ordered):
+        store.forget(K0, wait=False)
+        return write_again(*ordered)
 
-    store._writer._submit = submit_late
+    monkeypatch.setattr(Writer, "write_again", forget_before)
     store.spread([K0])
     store.flush()
-    assert len(jobs) == 2, "a write, and before it the deletion"
     assert tier.contains([K0]) == [False]
     assert store.held() == 0
 
@@ -1258,11 +1159,15 @@ def test_a_chunk_that_is_forgotten_while_it_is_spread_is_not_written_again(make)
 # -- integrity -------------------------------------------------------------------------------------------------------
 
 
-def test_a_load_whose_readers_are_counted_wrongly_is_reported(make):
+def test_a_load_whose_readers_are_counted_wrongly_is_reported(make, monkeypatch):
+    loads, run = [], loader.Loader.run
+    monkeypatch.setattr(
+        loader.Loader, "run", lambda self, given, client: (loads.extend(given), run(self, given, client))
+    )
     gate = Gated(fill(DictTier(), K0))
     store = make(gate)
     pins = store.pin([K0])
-    (load,) = store._state._loads.values()
+    (load,) = loads
     load.readers = 2
     assert store.check_integrity() == [f"the load of {K0.hex()}: readers 1, counted as 2"]
     load.readers = 1
@@ -1275,8 +1180,7 @@ def test_a_load_that_has_ended_is_right_when_some_of_its_readers_have_left(make)
     store = make(fill(DictTier(), K0))
     one, other = store.pin([K0]), store.pin([K0], ["dict"])
     assert store.part(one[0], PARTS - 1) is not None
-    while store.state(one[0]) is not PinState.READY:
-        pass
+    eventually(lambda: store.state(one[0]) is PinState.READY)
     store.release(one)
     assert store.check_integrity() == []
     store.release(other)
@@ -1284,16 +1188,20 @@ def test_a_load_that_has_ended_is_right_when_some_of_its_readers_have_left(make)
 
 def test_a_pin_without_a_held_slot_is_reported(make):
     store = make()
-    store._state._leases[99] = None
+    put(store, K0)
+    (pin,) = store.pin([K0])
+    state_of(store).host.free([pin.slot])
     assert store.check_integrity() == ["pins, loads, copies and writes hold slots 1 times, counted as 0"]
-    del store._state._leases[99]
+    state_of(store).host.hold(pin.slot)
+    store.release([pin])
 
 
 def test_a_write_queue_that_is_counted_wrongly_is_reported(make, tier):
     store = make(tier)
-    store._state.queues._waiting[tier.name] = -1
+    queues = state_of(store).queues
+    queues.done(tier, meta_of(K0), None, queued=True)
     assert store.check_integrity() == ["-1 chunks wait for tier dict; the limit is 2"]
-    del store._state.queues._waiting[tier.name]
+    queues.enter(K0)
 
 
 def test_a_disk_index_that_differs_from_the_order_of_eviction_is_reported(make, tmp_path):
@@ -1301,9 +1209,10 @@ def test_a_disk_index_that_differs_from_the_order_of_eviction_is_reported(make, 
     store = make(disk)
     put(store, K0)
     store.flush()
-    size = disk._index.pop(K0)
+    index = disk._index
+    size = index.pop(K0)
     assert store.check_integrity() == ["disk: the index and the order of eviction have different records"]
-    disk._index[K0] = 1 << 30
+    index[K0] = 1 << 30
     (fault,) = store.check_integrity()
     assert fault == f"disk: the records take {1 << 30} bytes, counted as {size}"
-    disk._index[K0] = size
+    index[K0] = size

@@ -287,6 +287,7 @@ class Lab:
         by_priority=False,
         longest=512,
         blends=True,
+        model="model",
         settings=None,
         prefix=(),
         special=frozenset({1}),
@@ -310,10 +311,10 @@ class Lab:
             )
             for rank in range(ranks)
         ]
-        self.engine = open_engine(self.settings, facts, BLOCK, "model", "sha256", tiers=tiers, prefix=prefix)
+        self.engine = open_engine(self.settings, facts, BLOCK, model, "sha256", tiers=tiers, prefix=prefix)
         self.store = self.engine.store
         self.pool, self.workers = Pool(blocks), Workers(blocks)
-        setup = Setup(
+        self.setup = Setup(
             settings=self.settings,
             engine=self.engine,
             pool=self.pool,
@@ -328,9 +329,14 @@ class Lab:
             longest=longest,
             clock=lambda: self.now,
         )
-        self.scheduler = Scheduler(setup)
+        self.scheduler = Scheduler(self.setup)
         self.tables, self.requests, self.cancelled = {}, {}, set()
         self.loading = set()  # requests whose blocks are not theirs to free
+
+    @property
+    def states(self):
+        """What the scheduler knows of each request that has not ended."""
+        return self.scheduler._states
 
     # -- one verb of the engine each
 
@@ -488,7 +494,7 @@ class Lab:
         due = time.monotonic() + 10
         while self.store.held() and time.monotonic() < due:  # threads that were told to stop
             time.sleep(0.001)
-        assert not self.scheduler._states
+        assert not self.states
         assert not self.scheduler.pending.under_way
         assert [block.block_id for block in self.pool.blocks if block.ref_cnt] == []
         assert self.store.held() == 0
@@ -496,7 +502,7 @@ class Lab:
 
 
 def state_of(lab, name) -> SimpleNamespace:
-    return lab.scheduler._states[name]
+    return lab.states[name]
 
 
 SYSTEM, QUESTION = [50, 51, 52, 53, 54], [70, 71, 72, 73, 74]
