@@ -9,15 +9,15 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from amount import some
 from forked import Forked, command
+from http_stub import http_stub
 from rich.console import Console
-from service_fakes import eventually
+from storage_fakes import eventually
 from test_cli import lmc, without_torch
 
 from lmc.commands.learn.learners import Retention, Stored
@@ -362,30 +362,9 @@ def test_to_learn_again_forgets_nothing_before_something_is_learned(tmp_path: Pa
 @pytest.fixture
 def server() -> Iterator[Any]:
     """A server that answers what the test says, by path."""
-
-    class Handler(BaseHTTPRequestHandler):
-        answers: dict[str, tuple[int, Any]] = {}  # noqa: RUF012
-
-        def do_GET(self) -> None:
-            code, body = self.answers.get(self.path, (404, {}))
-            self.send_response(code)
-            self.end_headers()
-            self.wfile.write((body if isinstance(body, str) else json.dumps(body)).encode())
-
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            self.do_GET()
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as found:
-        threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
-        Handler.answers = {"/v1/models": (200, {"data": [{"id": "m"}]})}
-        found.answers = Handler.answers
-        found.url = f"http://127.0.0.1:{found.server_port}"
+    with http_stub() as found:
+        found.answers["/v1/models"] = 200, {"data": [{"id": "m"}]}
         yield found
-        found.shutdown()
 
 
 def test_what_the_server_has_lost_is_learned_again(server: Any, tmp_path: Path) -> None:

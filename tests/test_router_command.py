@@ -16,7 +16,7 @@ import typer
 from echo_engine import EchoEngine, respond
 from forked import Forked, command
 from router_house import SECONDS, served
-from service_fakes import eventually
+from storage_fakes import eventually
 from typer.testing import CliRunner
 
 from lmc.commands.cli import app
@@ -25,6 +25,7 @@ from lmc.router.arguments import OTHER_NAMES
 from lmc.router.discovery import discovery, in_file, in_kubernetes
 from lmc.router.engines import EnginePorts, Engines, address
 from lmc.router.policies import POLICIES, from_command_line
+from lmc.router.policy import Candidate, PromptRequest
 from lmc.router.settings import RouterOptions
 
 
@@ -280,10 +281,12 @@ def test_a_wrong_option_in_a_variable_is_an_error():
 
 
 def test_presets_may_have_exceptions():
-    policy = from_command_line("cache_aware", {"preset": "log_of_2025_06", "cache_threshold": 0.2})
-    assert policy._thresholds == (0.2, 32, 1.0001)
-    assert policy._no_match == "smallest_tree"
-    assert from_command_line("cache_aware", {})._thresholds == (0.3, 64, 1.5)
+    """A quarter of the prompt is in the tree of the first engine."""
+    for more, engine in (({"cache_threshold": 0.2}, "http://first"), ({}, "http://other")):
+        policy = from_command_line("cache_aware", {"preset": "log_of_2025_06", **more})
+        policy.sent(PromptRequest(text="x" * 25 + "a" * 75), "http://first")
+        both = [Candidate("http://first"), Candidate("http://other")]
+        assert policy.choose(PromptRequest(text="x" * 25 + "b" * 75), both).engine == engine
 
 
 def test_an_error_names_the_source_of_an_option(tmp_path):

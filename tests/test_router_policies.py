@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from storage_fakes import Clock
 
 from lmc.errors import ConfigError
 from lmc.router.kv_index import BlockIndex, CacheSource
@@ -36,16 +37,6 @@ REMEMBER = ("prefix_hash_trie", "cache_aware", "block_hash", "approx_lru", "prec
 SIZE = 4  # tokens of a block
 
 
-class HandClock:
-    """A clock that is set by hand."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def tokenize(text: str) -> list[int]:
     return [ord(character) for character in text]
 
@@ -65,10 +56,10 @@ def policy_of(name: str, *engines: str) -> Any:
         "random": {"seed": 1},
         "power_of_two": {"seed": 1},
         "prefix_hash_trie": {"seed": 1, "chunk_characters": 8, "max_nodes": 50},
-        "cache_aware": {"max_tree_size": 500, "max_nodes": 50, "clock": HandClock()},
-        "block_hash": {"block_bytes": 8, "max_blocks": 50, "clock": HandClock()},
+        "cache_aware": {"max_tree_size": 500, "max_nodes": 50, "clock": Clock()},
+        "block_hash": {"block_bytes": 8, "max_blocks": 50, "clock": Clock()},
         "approx_lru": {"block_tokens": 2, "server_blocks": 50},
-        "precise": {"tokenize": tokenize, "index": index_of(*engines), "max_expected": 50, "clock": HandClock()},
+        "precise": {"tokenize": tokenize, "index": index_of(*engines), "max_expected": 50, "clock": Clock()},
     }
     return make(name, **options.get(name, {}))
 
@@ -400,7 +391,7 @@ def test_ties_of_the_hash_trie_are_random_or_go_by_load() -> None:
 
 @pytest.mark.long
 def test_cache_aware_evicts_when_its_interval_has_passed() -> None:
-    clock = HandClock()
+    clock = Clock()
     policy = CacheAware(max_tree_size=100, eviction_interval_secs=60, clock=clock)
     for letter in "abc":
         policy.sent(asked(letter * 60), "e1")
@@ -428,7 +419,7 @@ def test_cache_aware_takes_the_smallest_tree_or_the_least_load() -> None:
 
 @pytest.mark.long
 def test_block_hash_keeps_load_in_bounds_and_drops_what_is_idle() -> None:
-    clock = HandClock()
+    clock = Clock()
     policy = BlockHash(block_bytes=4, idle_secs=100, clock=clock)
     policy.sent(asked("a" * 12 + "b" * 4), "e1")
     policy.sent(asked("a" * 12), "e2")
@@ -452,7 +443,7 @@ def test_approx_lru_has_no_end_of_a_prompt_without_its_beginning() -> None:
 
 
 def test_precise_counts_tiers_by_their_weights_and_expects_what_was_sent() -> None:
-    clock, index = HandClock(), BlockIndex()
+    clock, index = Clock(), BlockIndex()
     policy = Precise(tokenize=tokenize, index=index, clock=clock)
     for engine, media in (("e0", ["gpu", "cpu"]), ("e1", ["cpu", "cpu"]), ("e2", ["gpu", "storage"])):
         for number, medium in enumerate(media):

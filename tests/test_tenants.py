@@ -215,7 +215,6 @@ def test_nothing_that_can_be_printed_shows_a_password(guarded, caplog, kind):
             ours,
             remote,
             tier,
-            tier._servers,
             *servers_of(tier),
             Settings.model_fields,
             ours.origin("remote_url"),

@@ -337,11 +337,14 @@ def test_nothing_is_computed_again_where_no_turn_follows(lab: Lab, monkeypatch: 
     assert lab.scheduler.numbers()["backfills"] == 3
 
 
+@pytest.mark.parametrize(("worthwhile", "more"), [(0.5, 1), (1.0, 0)])
 @pytest.mark.parametrize("exact", [False, True], ids=["computed", "cached"])
-def test_another_question_about_the_same_documents_counts_as_one_that_follows(make, exact: bool, monkeypatch) -> None:
+def test_another_question_about_the_same_documents_counts_as_one_that_follows(
+    make, exact: bool, worthwhile, more, monkeypatch
+) -> None:
     """The gate of the backfill then stays open, also if the engine's cache has the documents already."""
     monkeypatch.setattr(backfill, "TRIALS", 1)
-    monkeypatch.setattr(backfill, "WORTHWHILE", 1.0)
+    monkeypatch.setattr(backfill, "WORTHWHILE", worthwhile)
     lab = make(blocks=256, slots=32)
     learn(lab, DOC_A, DOC_B, DOC_C)
     lab.serve("first", prompt(DOC_A, DOC_B))
@@ -351,12 +354,11 @@ def test_another_question_about_the_same_documents_counts_as_one_that_follows(ma
         lab.drop_backfills()
     for number in (600, 601):  # The second one counts nothing: the first one has made the documents exact.
         lab.serve(f"{number}", prompt(DOC_A, DOC_B, question=[70, 71, 72, 73, number]))
-    assert lab.scheduler._backfill._follow_ups == 1
     lab.settle()
     before = lab.scheduler.numbers()["backfills"]
     lab.serve("more", prompt(DOC_C, DOC_A))
     lab.settle()
-    assert lab.scheduler.numbers()["backfills"] == before, "two blends, and one question"
+    assert lab.scheduler.numbers()["backfills"] == before + more, "two blends, and one question"
 
 
 def test_requests_that_run_stop_a_backfill_that_holds_their_blocks(lab: Lab) -> None:
