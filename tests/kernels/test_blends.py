@@ -60,23 +60,23 @@ class AtOnce:
 def test_the_parts_of_the_next_layer_are_staged_while_one_is_computed(monkeypatch):
     """As on a GPU, but for the order in which streams go on (`tests/test_staging.py`)."""
     wanted, budget = blended(monkeypatch, "torch", "llama")
-    begin, place, begun = DenseCanvas.__init__, DenseCanvas.place, []
+    begun = []
 
-    def with_staging(canvas, *given) -> None:
-        begin(canvas, *given)
-        if len(canvas._stored):
-            size = (2, len(canvas._stored), *canvas.kv[0][0].shape[::2])
-            canvas._staging = Staging(canvas.kernels, canvas._parts, lambda: torch.empty(size), AtOnce(canvas.device))
+    class Staged(DenseCanvas):
+        def __init__(self, *given) -> None:
+            super().__init__(*given)
+            if len(self._stored):
+                size = (2, len(self._stored), *self.kv[0][0].shape[::2])
+                self._staging = Staging(self.kernels, self._parts, lambda: torch.empty(size), AtOnce(self.device))
 
-    def noted(canvas, layer: int) -> int:
-        begun.append(canvas._staging is not None and layer in canvas._staging._copied)
-        return place(canvas, layer)
+        def place(self, layer: int) -> int:
+            begun.append(self._staging is not None and layer in self._staging._copied)
+            return super().place(layer)
 
     monkeypatch.setattr(torch.cuda, "current_stream", AtOnce)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    monkeypatch.setattr(DenseCanvas, "__init__", with_staging)
-    monkeypatch.setattr(DenseCanvas, "place", noted)
+    monkeypatch.setattr("lmc.connectors.transformers.model.DenseCanvas", Staged)
     found, found_budget = blended(monkeypatch, "triton", "llama")
     assert begun[-3:] == [False, True, True], "all layers but the first"
     assert found_budget == budget

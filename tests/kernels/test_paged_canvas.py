@@ -78,40 +78,46 @@ class Layer:
             return states + self.attention(*projected), states if residual is None else residual
 
 
-def layers_over(
-    kernels, ratio: int, monkeypatch, length: int = LENGTH, counting=lambda on: nullcontext(), *, without_values=False
-) -> NativeLayers:
+class FewLayers(NativeLayers):
     """Three layers over pages, in which the engine's blocks are `ratio` of the kernel's."""
-    torch.manual_seed(0)
-    found = object.__new__(NativeLayers)
-    monkeypatch.setattr(NativeLayers, "_context", lambda self, batch, **options: nullcontext())
-    caches = [pages_of(HEADS, DIM, BLOCK, length + 60, torch.float32) for _ in range(3)]
-    caches = [torch.cat((one.keys, one.values), dim=-1) for one in caches]
-    found._layers, embedding = [Layer(counting) for _ in caches], torch.randn(100, HIDDEN)
-    if without_values:
-        caches, embedding = [cache.to("meta") for cache in caches], embedding.to("meta")
-        for layer in found._layers:
-            layer.weights = layer.weights.to("meta")
-    found.attention = [layer.attention for layer in found._layers]
-    found.access = [
-        TokenAccess(layer.attention, cache, kernels) for layer, cache in zip(found._layers, caches, strict=True)
-    ]
-    found.kernels, found.device, found.scale = found.access[0].kernels, torch.device("cpu"), DIM**-0.5
-    found.block_size, found._ratio, found.most_runs = BLOCK * ratio, ratio, 1 << 30
-    angles = torch.arange(2 * length)[:, None] * 0.8 ** torch.arange(DIM // 2)
-    found._rope = SimpleNamespace(cos_sin_cache=torch.cat((angles.cos(), angles.sin()), dim=-1), is_neox_style=True)
-    found.shape = KVShape(layers=3, kv_heads=HEADS, head_dim=DIM, dtype=torch.float32)
-    found._decoder = SimpleNamespace(embed_input_ids=lambda tokens: embedding[tokens])
 
-    def model(tokens: torch.Tensor, positions: torch.Tensor) -> None:
-        """As the engine has compiled it: no layer is called by lmc."""
-        with counting(False):
-            states, residual = embedding[tokens.long()], None
-            for layer in found._layers:
-                states, residual = layer(positions, states, residual)
+    def __init__(self, kernels, ratio: int, length: int, counting, *, without_values: bool) -> None:
+        torch.manual_seed(0)
+        caches = [pages_of(HEADS, DIM, BLOCK, length + 60, torch.float32) for _ in range(3)]
+        caches = [torch.cat((one.keys, one.values), dim=-1) for one in caches]
+        self._layers, embedding = [Layer(counting) for _ in caches], torch.randn(100, HIDDEN)
+        if without_values:
+            caches, embedding = [cache.to("meta") for cache in caches], embedding.to("meta")
+            for layer in self._layers:
+                layer.weights = layer.weights.to("meta")
+        self.attention = [layer.attention for layer in self._layers]
+        self.access = [TokenAccess(one, cache, kernels) for one, cache in zip(self.attention, caches, strict=True)]
+        self.kernels, self.device, self.scale = self.access[0].kernels, torch.device("cpu"), DIM**-0.5
+        self.block_size, self._ratio, self.most_runs = BLOCK * ratio, ratio, 1 << 30
+        angles = torch.arange(2 * length)[:, None] * 0.8 ** torch.arange(DIM // 2)
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+        self._rope = SimpleNamespace(cos_sin_cache=table, is_neox_style=True)
+        self.shape = KVShape(layers=3, kv_heads=HEADS, head_dim=DIM, dtype=torch.float32)
+        self._decoder = SimpleNamespace(embed_input_ids=lambda tokens: embedding[tokens])
 
-    found._model = model
-    return found
+        def model(tokens: torch.Tensor, positions: torch.Tensor) -> None:
+            """As the engine has compiled it: no layer is called by lmc."""
+            with counting(False):
+                states, residual = embedding[tokens.long()], None
+                for layer in self._layers:
+                    states, residual = layer(positions, states, residual)
+
+        model.config = SimpleNamespace(hidden_size=HIDDEN)
+        self._model = model
+
+    def _context(self, batch, **options):
+        return nullcontext()
+
+
+def layers_over(
+    kernels, ratio: int, length: int = LENGTH, counting=lambda on: nullcontext(), *, without_values=False
+) -> FewLayers:
+    return FewLayers(kernels, ratio, length, counting, without_values=without_values)
 
 
 def outcome(kernels, ratio: int, monkeypatch, *, ahead: bool = True, **canvas_has) -> list[torch.Tensor]:
@@ -119,7 +125,7 @@ def outcome(kernels, ratio: int, monkeypatch, *, ahead: bool = True, **canvas_ha
 
     With `ahead`, the parts of the next layer have always arrived.
     """
-    layers = layers_over(kernels, ratio, monkeypatch)
+    layers = layers_over(kernels, ratio)
     parts = torch.randn(3, 2, 2, 30, HEADS, DIM)  # [L, document, K, T, H, D]
     pieces = [
         Piece(kind=RecordKind.DOCUMENT, key=ChunkKey(b""), tokens=tokens, at=at, first=first, skip=skip, stored=30,
@@ -200,9 +206,9 @@ def test_parts_that_are_copied_on_a_stream_of_their_own_are_placed_as_others_are
             machine.finish()
 
     kernels = kernels_of(torch.device("cpu"))._replace(stage=stage)
-    found = outcome(kernels, 1, monkeypatch, stream=machine.copies, ahead=ahead)
+    found = outcome(kernels, 1, stream=machine.copies, ahead=ahead)
     assert staged == [machine.copies] * 3
-    for one, other in zip(found, outcome(TORCH, 1, monkeypatch), strict=True):
+    for one, other in zip(found, outcome(TORCH, 1), strict=True):
         assert torch.allclose(one, other, atol=1e-4)
 
 
@@ -213,7 +219,7 @@ def test_exact_pages_are_waited_for_layer_by_layer(monkeypatch, ahead, wanted):
     loads = SimpleNamespace(
         cost=1, begin=lambda layer: asked.append(f"b{layer}"), finish=lambda layer: asked.append(f"f{layer}")
     )
-    outcome(TORCH, 1, monkeypatch, loads=loads, ahead=ahead)
+    outcome(TORCH, 1, loads=loads, ahead=ahead)
     assert " ".join(asked) == wanted
 
 
@@ -287,7 +293,7 @@ def blended_without_values(monkeypatch, policy, *, through: bool) -> set[int]:
     monkeypatch.setattr(
         "lmc.connectors.vllm.worker.tensor_parallel.get_tp_group", lambda: SimpleNamespace(world_size=1)
     )
-    layers = layers_over(kernels_of(torch.device("cpu")), 1, monkeypatch, length_of(3), without_values=True)
+    layers = layers_over(kernels_of(torch.device("cpu")), 1, length_of(3), without_values=True)
     canvas, given, policy = blend_of(MetaCanvas, layers, 3, policy, through=through)
     with torch.inference_mode():
         return {done.layer for done in MetaBlender(canvas, given, policy).slices()}
@@ -325,7 +331,7 @@ def test_nothing_waits_and_launches_are_few(monkeypatch, policy, documents, thro
         "lmc.connectors.vllm.worker.tensor_parallel.get_tp_group", lambda: SimpleNamespace(world_size=1)
     )
     length = length_of(documents)
-    layers = layers_over(kernels_of(torch.device("cpu")), 1, monkeypatch, length, watch.set)
+    layers = layers_over(kernels_of(torch.device("cpu")), 1, length, watch.set)
     canvas, given, policy = blend_of(PagedCanvas, layers, documents, policy, through=through)
     assert canvas.compiled == through
     run_through, compiled = PagedCanvas.run_through, []
@@ -361,13 +367,12 @@ def test_the_estimate_of_memory_has_the_weights_of_every_document(monkeypatch):
         )  # fmt: skip
         return memory_for(layers, job)
 
-    layers = layers_over(TORCH, 1, monkeypatch)
-    layers._model = SimpleNamespace(config=SimpleNamespace(hidden_size=HIDDEN))
+    layers = layers_over(TORCH, 1)
     assert estimated(8, 10) - estimated(1, 80) == 7 * (2 * 64**2 + HEADS * DIM) * 4
 
 
 def test_rows_are_described_with_one_wait_however_many_batches_they_are(monkeypatch):
-    layers, watch = layers_over(TORCH, 1, monkeypatch), Watch()
+    layers, watch = layers_over(TORCH, 1), Watch()
     positions, blocks = torch.tensor([0, 1, 6, 9, 10, 39, 44, 80]), torch.arange(6)
     with watch.modes[0], watch.modes[1], watch.set(True):
         rows = layers.begin(torch.arange(LENGTH), positions, blocks, 3)
@@ -378,7 +383,7 @@ def test_rows_are_described_with_one_wait_however_many_batches_they_are(monkeypa
 def test_rows_of_a_long_prompt_share_one_block_table(monkeypatch):
     """A table for each run of 8,192 rows in a prompt of 128k tokens would take 268 MB a batch, of several at once."""
     monkeypatch.setenv("LMC_KERNELS", "triton")
-    layers, length = layers_over(kernels_of(torch.device("cpu")), 1, monkeypatch), 40 * BLOCK
+    layers, length = layers_over(kernels_of(torch.device("cpu")), 1), 40 * BLOCK
     positions, blocks = torch.arange(1, length, 2), torch.arange(40)
     rows = layers.begin(torch.arange(length), positions, blocks, 100)
     tables = [batch.common.block_table_tensor for batch in rows.batches]

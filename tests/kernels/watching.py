@@ -41,19 +41,19 @@ class Watch:
     """What has been launched since the last look, and what would have waited."""
 
     def __init__(self) -> None:
-        self.launched, self.waited, self._on = [], [], False
+        self.launched, self.waited, self.on = [], [], False
         watch = self
 
         class Waits(TorchFunctionMode):
             def __torch_function__(self, function, types, args=(), kwargs=None):
-                if watch._on:
+                if watch.on:
                     watch.called(function.__name__, args, kwargs or {})
                 return function(*args, **(kwargs or {}))
 
         class Launches(TorchDispatchMode):
             def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
                 made = operation(*args, **(kwargs or {}))
-                if watch._on and not operation.is_view and "empty" not in str(operation):
+                if watch.on and not operation.is_view and "empty" not in str(operation):
                     watch.launched.append(str(operation))
                 return made
 
@@ -70,11 +70,11 @@ class Watch:
 
     @contextmanager
     def set(self, on: bool):
-        before, self._on = self._on, on
+        before, self.on = self.on, on
         try:
             yield
         finally:
-            self._on = before
+            self.on = before
 
     def take(self) -> tuple[list[str], list[str]]:
         found, self.launched, self.waited = (self.launched, self.waited), [], []
