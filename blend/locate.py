@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from lmc.blend.segments import Span
-from lmc.blend.turn_headers import Tokens, common_prefix
+from lmc.blend.turn_headers import Tokens
+from lmc.keys import common_prefix
 
 BEFORE, AFTER = ("a ", "a\n", 'a"'), (" b", "\nb", '"b')  # surroundings that pretokenizers treat differently
 MIN_TOKENS = 4  # minimum number of tokens that a text has in all surroundings
