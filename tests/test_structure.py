@@ -21,7 +21,8 @@ ROOT = Path(__file__).parent.parent
 # The rooms of the house, from the bottom to the top. A module imports from its own room, and from lower floors.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("lmc.errors",),
-    ("lmc", "lmc.shapes", "lmc.keys", "lmc.background", "lmc.copies", "lmc.small_files"),
+    ("lmc.shapes",),
+    ("lmc", "lmc.keys", "lmc.background", "lmc.copies", "lmc.small_files"),
     ("lmc.terminal",),
     ("lmc.config",),
     ("lmc.http",),
