@@ -1,5 +1,6 @@
 """Tests that the clients of a cache server share the documents that they have to learn, and learn each one once."""
 
+import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,8 +10,10 @@ import pytest
 from models import random_model
 from service_fakes import arena_for, serving
 
+from lmc.blend.segments import Span
 from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
+from lmc.documents.known import KnownDocuments
 from lmc.documents.learn_queue import LearnQueue, Unlearned
 from lmc.documents.server import LearningEngine
 from lmc.keys import RecordKind
@@ -19,7 +22,10 @@ from lmc.server.learning import (
     CLAIM_SECONDS,
     MAX_CLAIMED_DOCUMENTS,
     MAX_CLAIMS,
+    MAX_LEARNED_DOCUMENTS,
+    MAX_SENT_DOCUMENTS,
     MAX_WAITING_DOCUMENTS,
+    LearnedDocuments,
     WaitingDocuments,
 )
 
@@ -94,7 +100,7 @@ def test_clients_get_some_at_a_time_and_the_oldest_are_dropped():
 
 def test_an_engine_offers_what_has_waited_and_says_each_thing_once():
     queue, got = LearnQueue(room=100), []
-    learning = RemoteLearning(LearningEngine(queue, lambda: [ONE, TWO], lambda: True, got.append))
+    learning = RemoteLearning(LearningEngine(queue, lambda: [ONE, TWO], lambda: True, got.append, KnownDocuments()))
     first = learning.news()
     assert (first.offered, first.namespaces, first.has_time) == ([], [ONE, TWO], True)
     queue.add(document(1))
@@ -103,7 +109,7 @@ def test_an_engine_offers_what_has_waited_and_says_each_thing_once():
     (offered,) = learning.news().offered
     assert (offered.namespace, offered.tokens) == (ONE, b"\1\0\0\0\2\0\0\0")
     assert learning.news().offered == []
-    learning.got([document(5)])
+    learning.got([document(5)], [])
     queue.add(document(5))
     learning.news()
     assert learning.news().offered == []  # The server knows of it.
@@ -148,6 +154,29 @@ def test_an_engine_that_has_time_learns_what_another_one_has_met(tmp_path, dies)
             wait_for(lambda: idle.knows(tokens))
             assert len(arena.waiting) == 0
             assert dies or busy.knows(tokens)
+
+
+def test_a_document_that_one_engine_has_learned_is_found_by_another_one_in_a_prompt(tmp_path):
+    tokens = random.Random(0).choices(range(10, 90), k=100)
+    with serving(tmp_path, 0, max_local_cpu_size=0.02) as server, engine(server) as other, engine(server) as one:
+        assert one.learn(tokens)
+        wait_for(other.engine.known.list)
+        (found,) = other.engine.with_known([1, 2, 3, *tokens[:90], 4], [])
+        assert (found.span, found.known.tokens.tolist()) == (Span(3, 93), tokens)
+        assert other.prefill([1, 2, 3, *tokens, *tokens, *tokens, 4]).report.reused == 300
+
+
+def test_clients_are_told_of_learned_documents_in_turn_and_miss_the_oldest():
+    learned = LearnedDocuments()
+    for number in range(MAX_LEARNED_DOCUMENTS + 10):
+        learned.add(number)
+    documents, told = learned.since(0)
+    assert documents == list(range(10, 10 + MAX_SENT_DOCUMENTS))
+    while told < learned.count:
+        more, told = learned.since(told)
+        documents += more
+    assert documents == list(range(10, MAX_LEARNED_DOCUMENTS + 10))
+    assert learned.since(told) == ([], told)
 
 
 def test_of_engines_that_begin_a_document_at_once_one_gets_all_of_it(tmp_path):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lmc.documents.keeper import DocumentKeeper
-from lmc.documents.known import KnownDocument
+from lmc.documents.known import KnownDocument, KnownDocuments
 from lmc.documents.learn_queue import LearnQueue, Unlearned
 
 
@@ -17,6 +17,7 @@ class LearningEngine:
     namespaces: Callable[[], Iterable[bytes]]  # returns the namespaces of the tenants that the engine knows
     has_time: Callable[[], bool]  # While this returns true, the engine gets documents of other engines.
     learn: Callable[[Unlearned], object]  # queues a document of another engine
+    known: KnownDocuments  # gets the documents that other engines have learned
 
 
 class DocumentServer(ABC):

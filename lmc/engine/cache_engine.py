@@ -189,10 +189,15 @@ class CacheEngine:
         return tuple(document for document in new if self.learning.add(document, wanted=wanted))
 
     def share_learning(self, has_time: Callable[[], bool]) -> None:
-        """Share the queue with the other engines of a cache server, and learn their documents while `has_time()`."""
+        """Share the queue with the other engines of a cache server, and learn their documents while `has_time()`.
+
+        Documents that other engines have learned become known here, so that they are found in prompts.
+        """
         if self.server is not None:
             namespaces = self.names.namespaces_of_documents
-            self.server.share_learning(LearningEngine(self.learning, namespaces, has_time, self._learn_again))
+            self.server.share_learning(
+                LearningEngine(self.learning, namespaces, has_time, self._learn_again, self.known)
+            )
 
     def unlearned(self, prompt: Sequence[int], span: Span, salt: str, name: str = "") -> Unlearned:
         """Return a document of a prompt as an entry of the queue of documents to learn."""

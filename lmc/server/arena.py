@@ -14,7 +14,7 @@ from lmc.documents.learn_queue import Unlearned
 from lmc.keys import ChunkKey, RecordKind, document_keys
 from lmc.server.budget import Budget
 from lmc.server.journal import Journal
-from lmc.server.learning import WaitingDocuments
+from lmc.server.learning import LearnedDocuments, WaitingDocuments
 from lmc.server.quotas import Owners, Quota, Quotas
 from lmc.shapes import GIB
 from lmc.storage.change_log import ChangeLog, Chunk
@@ -69,7 +69,7 @@ class Arena:
         self._neighbours = neighbours
         self._chunk_sizes: dict[bytes, int] = {}  # tokens of a full chunk, by namespace
         self._sizes_of_chunks = {1 << power for power in range(4, 13)}  # possible numbers of tokens in a full chunk
-        self.waiting = WaitingDocuments()
+        self.waiting, self.learned = WaitingDocuments(), LearnedDocuments()
         self.keeper = Keeper(
             self.store,
             self.known,
@@ -110,6 +110,7 @@ class Arena:
             keys = self._keys(meta, tokens)
             document = self.known.note(meta.namespace, tokens, keys, model=meta.model, tenant=meta.tenant)
             document.name = document.name or name
+            self.learned.add(document)
         self.waiting.discard(meta.key.hex())
 
     def make_room(self, meta: RecordMeta) -> bool:

@@ -39,6 +39,32 @@ class Attached(msgspec.Struct, frozen=True):
     pins_yield: bool  # see `ChunkStore`
 
 
+class Described(msgspec.Struct, frozen=True):
+    """A document that a client knows."""
+
+    namespace: Digest
+    tokens: Annotated[bytes, msgspec.Meta(min_length=4)]  # uint32, little-endian
+    keys: Annotated[list[WholeKey], msgspec.Meta(min_length=1, max_length=1 << 16)]
+    name: Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)]
+    model: Annotated[str, msgspec.Meta(max_length=LONGEST_MODEL)]
+    tenant: Annotated[str, msgspec.Meta(max_length=TENANT_DIGITS)]
+
+    @classmethod
+    def of(cls, document: KnownDocument) -> "Described":
+        """Describe a document to the other side."""
+        tokens = document.tokens.tobytes()
+        return cls(document.namespace, tokens, list(document.keys), document.name, document.model, document.tenant)
+
+    def noted(self, known: KnownDocuments) -> KnownDocument:
+        """Register the document; raise `BrokenProtocol` for invalid tokens, or for more keys than tokens."""
+        tokens = _uint32(self.tokens)
+        if len(self.keys) > len(tokens):
+            raise BrokenProtocol("sent a document with fewer tokens than chunks")
+        document = known.note(self.namespace, tokens, self.keys, model=self.model, tenant=self.tenant)
+        document.name = document.name or self.name
+        return document
+
+
 class Beat(msgspec.Struct, frozen=True):
     """The response to a client's `Ping`, every second."""
 
@@ -46,6 +72,7 @@ class Beat(msgspec.Struct, frozen=True):
     speeds: dict[str, tuple[float, float]]  # by tier: seconds for each record and for each byte
     pinned: int  # chunks of pinned documents
     wanted: list[Unlearned]  # documents that the client should learn, if it can
+    learned: list[Described]  # documents that were learned since the last request
 
 
 class Request(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -77,16 +104,19 @@ class Ping(Request, frozen=True):
     offered: Annotated[list[Offered], msgspec.Meta(max_length=MAX_OFFERED_DOCUMENTS)] = []
     namespaces: Annotated[list[Digest], msgspec.Meta(max_length=1 << 12)] = []  # new namespaces of the client's tenants
     has_time: bool = False  # whether the client is idle, and can learn documents of other clients
+    finds: bool = False  # whether the client finds learned documents in prompts
 
     def handle(self, lease: "Lease") -> Beat:
-        """Return the current counts, tier speeds, pinned chunks, and documents to learn."""
+        """Return the current counts, tier speeds, pinned chunks, documents to learn, and learned documents."""
         arena = lease.arena
         lease.offer(
             [(document.namespace, _uint32(document.tokens), document.name) for document in self.offered],
             self.namespaces,
         )
         documents = arena.waiting.take(lease, lease.namespaces, has_time=self.has_time)
-        return Beat(lease.stats(), lease.store.cost.speeds(), arena.keeper.pinned_chunks, documents)
+        learned, lease.told = arena.learned.since(lease.told) if self.finds else ([], lease.told)
+        described = [Described.of(document) for document in learned]
+        return Beat(lease.stats(), lease.store.cost.speeds(), arena.keeper.pinned_chunks, documents, described)
 
 
 class LookUp(Request, frozen=True):
@@ -193,26 +223,6 @@ class Introduce(Request, frozen=True):
     def handle(self, lease: "Lease") -> None:
         """Store the introduction in the client's lease."""
         lease.introduce(self.model, self.tokenizer, self.chunk_size, self.admin, self.explain_token)
-
-
-class Described(msgspec.Struct, frozen=True):
-    """A document that a client knows."""
-
-    namespace: Digest
-    tokens: Annotated[bytes, msgspec.Meta(min_length=4)]  # uint32, little-endian
-    keys: Annotated[list[WholeKey], msgspec.Meta(min_length=1, max_length=1 << 16)]
-    name: Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)]
-    model: Annotated[str, msgspec.Meta(max_length=LONGEST_MODEL)]
-    tenant: Annotated[str, msgspec.Meta(max_length=TENANT_DIGITS)]
-
-    def noted(self, known: KnownDocuments) -> KnownDocument:
-        """Register the document; raise `BrokenProtocol` for invalid tokens, or for more keys than tokens."""
-        tokens = _uint32(self.tokens)
-        if len(self.keys) > len(tokens):
-            raise BrokenProtocol("sent a document with fewer tokens than chunks")
-        document = known.note(self.namespace, tokens, self.keys, model=self.model, tenant=self.tenant)
-        document.name = document.name or self.name
-        return document
 
 
 class Keep(Request, frozen=True):

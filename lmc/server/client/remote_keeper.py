@@ -81,17 +81,7 @@ class RemoteKeeper(DocumentKeeper):
         operation: Literal["pin", "unpin", "expire", "remove"],
         seconds: float | None = None,
     ) -> None:
-        remaining = [
-            m.Described(
-                document.namespace,
-                document.tokens.tobytes(),
-                list(document.keys),
-                document.name,
-                document.model,
-                document.tenant,
-            )
-            for document in documents
-        ]
+        remaining = [m.Described.of(document) for document in documents]
         while remaining:
             sizes = accumulate(len(document.tokens) for document in remaining)
             count = max(1, sum(size <= MAX_REQUEST_TOKENS for size in sizes))

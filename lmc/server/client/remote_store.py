@@ -327,7 +327,7 @@ class RemoteStore(ChunkStore, DocumentServer):
         self._counts.update(beat.stats)
         self._pinned_chunks = beat.pinned
         if learning:
-            learning.got(beat.wanted)
+            learning.got(beat.wanted, beat.learned)
         self.cost.take_speeds(beat.speeds)
         at.slow.ask_if_idle(m.Ping())
 
