@@ -1,10 +1,10 @@
-"""RAG with LangChain: a retriever, a prompt that separates the documents for lmc, and a chat model.
+"""RAG with LangChain as anybody writes it: a retriever, a prompt, and a chat model. Nothing in it knows of lmc.
 
     lmc learn DOCUMENTS --url http://localhost:8000        # once, so that first requests are also fast
     python examples/langchain_lmc.py DOCUMENTS "QUESTION" [http://localhost:8000]
 
-DOCUMENTS is a directory of .txt files. Needs lmc, `pip install langchain-openai bm25s`, and the server of
-serve_vllm.md. With a retriever of your own, only `prompt` is new.
+DOCUMENTS is a directory of .txt files. Needs `pip install langchain-openai bm25s`, and the server of serve_vllm.md,
+which finds the documents that it has learned in the prompts of this program.
 """
 
 import os
@@ -14,12 +14,11 @@ from typing import Any
 
 import bm25s
 from langchain_core.documents import Document
+from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
-from langchain_core.runnables import RunnableLambda, RunnablePassthrough
+from langchain_core.runnables import RunnablePassthrough
 from langchain_openai import ChatOpenAI
 from openai import OpenAI, OpenAIError
-
-from lmc.rag import messages
 
 TOP = 6  # documents of a prompt
 
@@ -43,9 +42,13 @@ class BM25(BaseRetriever):
         return [Document(self.texts[i]) for i in ranked[0]]
 
 
-def prompt(inputs: dict[str, Any]) -> list[dict[str, str]]:
-    texts = [document.page_content for document in inputs["documents"]]
-    return messages("Answer from the documents.", texts, inputs["question"], intro="Here they are.")
+PROMPT = ChatPromptTemplate.from_messages(
+    [("system", "Answer from the context.\n\n{context}"), ("human", "{question}")],
+)
+
+
+def joined(documents: list[Document]) -> str:
+    return "\n\n".join(document.page_content for document in documents)
 
 
 def main() -> None:
@@ -64,7 +67,7 @@ def main() -> None:
         max_tokens=64,
         temperature=0,
     )
-    chain = {"documents": retriever, "question": RunnablePassthrough()} | RunnableLambda(prompt) | model
+    chain = {"context": retriever | joined, "question": RunnablePassthrough()} | PROMPT | model
     answer = chain.invoke(question)
     print(answer.content)
     usage = answer.usage_metadata or {}
