@@ -162,6 +162,7 @@ def test_an_engine_s_metrics_are_its_store_s(lab):
         "write_queue_depth",
         "chunks",
         "chunk_tokens",
+        "backfills",
     }  # by a step
     for key, count in lab.numbers.items():
         name, labels = parted(key)
