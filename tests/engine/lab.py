@@ -172,6 +172,16 @@ PROMPT = Prompt([DOCUMENTS[i] for i in (2, 0, 3, 1)])
 PLAIN = words(700, 9)
 
 
+def scheduler_of(connector: Any) -> Any:
+    """lmc's scheduler behind a connector."""
+    return connector._scheduler
+
+
+def setup_of(connector: Any) -> Any:
+    """What the scheduler behind a connector was given at the start."""
+    return scheduler_of(connector)._setup
+
+
 class Lab:
     """An engine with its insides."""
 
@@ -240,12 +250,17 @@ class Lab:
     @property
     def lmc(self) -> Any:
         """lmc's scheduler."""
-        return self.connector._scheduler
+        return scheduler_of(self.connector)
 
     @property
     def setup(self) -> Any:
         """What lmc's scheduler was given at the start."""
-        return self.lmc._setup
+        return setup_of(self.connector)
+
+    @property
+    def states(self) -> Any:
+        """What lmc's scheduler knows of each request that has not ended."""
+        return self.lmc._states
 
     @property
     def store(self) -> Any:
@@ -255,12 +270,16 @@ class Lab:
     @property
     def tiers(self) -> Any:
         """The tiers below memory, which tests wrap."""
-        return self.store._tiers
+        from storage_fakes import tiers_of  # Programs of their own, which import this module, do not find it.
+
+        return tiers_of(self.store)
 
     @property
     def memory(self) -> Any:
         """The state of the store, which has the slots of memory."""
-        return self.store._state
+        from storage_fakes import state_of
+
+        return state_of(self.store)
 
     def document_keys(self, tokens: Sequence[int]) -> list[Any]:
         """Keys of a document's chunks."""
@@ -284,7 +303,14 @@ class Lab:
         assert self.pool.get_num_free_blocks() == self.free_at_start
         assert self.store.held() == 0
         assert not self.lmc.pending.under_way
-        assert not self.lmc._states
+        assert not self.states
+
+    def forget_pages(self) -> None:
+        """Forget exact chunks, so that only documents can be reused."""
+        self.store.flush()
+        documents = {key for document in self.lmc.engine.known.list() for key in document.keys}
+        for key in self.store.known_keys() - documents:
+            self.store.forget(key)
 
 
 def launch(model: Path, settings: dict[str, Any] | None = None, **options: Any) -> LLM:

@@ -13,6 +13,7 @@ from tier_wrappers import Faulty
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from lmc.connectors.vllm.connector import LMCConnector
+from lmc.connectors.vllm.worker.native import NativeLayers
 
 STEPS, SECONDS = 3000, 30.0  # whatever takes longer hangs
 
@@ -73,7 +74,7 @@ class Steps:
 
     def state(self, name: str) -> Any:
         """What our scheduler's side knows of it."""
-        return self.lab.lmc._states[self.request(name).request_id]
+        return self.lab.states[self.request(name).request_id]
 
     def loading(self, name: str) -> bool:
         """Whether a worker is at it."""
@@ -148,3 +149,15 @@ def threads_are_done(lab: Lab) -> None:
     while store._state._loads or store.held():
         assert time.monotonic() < end
         time.sleep(0.001)
+
+
+def change_batches(monkeypatch: Any, change: Callable[[Any, Any], None]) -> None:
+    """Let `change` put a fault into what lmc tells the engine's attention of a batch, given the rows' positions."""
+    describe = NativeLayers._common
+
+    def changed(self: Any, positions: Any, *where: Any) -> Any:
+        batch = describe(self, positions, *where)
+        change(batch, positions)
+        return batch
+
+    monkeypatch.setattr(NativeLayers, "_common", changed)

@@ -4,8 +4,8 @@ wrong.
 
 import pytest
 import torch
-from lab import Prompt, answer, distance, words
-from stepping import layers_of_lmc, pages, worker
+from lab import SIZES, Prompt, answer, distance, words
+from stepping import change_batches, layers_of_lmc, pages
 
 from lmc.blend.kernels import place
 from lmc.connectors.vllm.worker.native import NativeLayers
@@ -23,8 +23,7 @@ def lab(models, shared_engine):
 def prove(lab) -> None:
     """As at the start of the engine, in whose pages nothing is kept now."""
     lab.settle()
-    mine = worker()
-    prove_model(mine._layers, mine._config.model_config.get_vocab_size(), 1000)
+    prove_model(layers_of_lmc(), SIZES["vocab_size"], 1000)
 
 
 def test_a_right_model_passes(lab):
@@ -44,52 +43,30 @@ def test_an_engine_for_few_requests_blends_all_the_same(lab, monkeypatch, runs):
     assert distance(found, wanted) <= 1e-5
 
 
-def test_a_mask_that_lets_scattered_rows_see_the_future_is_found(lab, monkeypatch):
+def one_run(batch, positions):
     """The attention of flash kernels: the last query is aligned with the last key, as if all rows were one run."""
-    common = NativeLayers._common
-
-    def one_run(self, positions, at, blocks):
-        found = common(self, positions, at, blocks)
-        count = torch.tensor([0, len(positions)], dtype=torch.int32)
-        last = torch.tensor([int(positions[-1]) + 1], dtype=torch.int32)
-        found.query_start_loc = found.query_start_loc_cpu = count
-        found.seq_lens = found.seq_lens_cpu_upper_bound = last
-        found.num_reqs, found.max_query_len = 1, len(positions)
-        found.block_table_tensor = found.block_table_tensor[:1].contiguous()
-        return found
-
-    monkeypatch.setattr(NativeLayers, "_common", one_run)
-    with pytest.raises(UnsupportedModel, match="differ from the model's"):
-        prove(lab)
+    batch.query_start_loc = batch.query_start_loc_cpu = torch.tensor([0, len(positions)], dtype=torch.int32)
+    last = torch.tensor([int(positions[-1]) + 1], dtype=torch.int32)
+    batch.seq_lens = batch.seq_lens_cpu_upper_bound = last
+    batch.num_reqs, batch.max_query_len = 1, len(positions)
+    batch.block_table_tensor = batch.block_table_tensor[:1].contiguous()
 
 
-def test_a_mask_that_hides_the_rows_before_a_run_is_found(lab, monkeypatch):
-    common = NativeLayers._common
-
-    def short(self, positions, at, blocks):
-        found = common(self, positions, at, blocks)
-        if found.num_reqs > 1:
-            lengths = found.query_start_loc[1:] - found.query_start_loc[:-1]
-            found.seq_lens = found.seq_lens_cpu_upper_bound = lengths.to(torch.int32)
-        return found
-
-    monkeypatch.setattr(NativeLayers, "_common", short)
-    with pytest.raises(UnsupportedModel, match="differ from the model's"):
-        prove(lab)
+def rows_before_a_run_are_hidden(batch, positions):
+    if batch.num_reqs > 1:
+        lengths = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
+        batch.seq_lens = batch.seq_lens_cpu_upper_bound = lengths.to(torch.int32)
 
 
-def test_a_row_that_is_written_to_another_slot_is_found(lab, monkeypatch):
+def consecutive_slots(batch, positions):
     """Only where rows are scattered: slots that follow each other from the first one on."""
-    common = NativeLayers._common
+    if batch.num_reqs > 1:
+        batch.slot_mapping = torch.arange(len(positions), device=positions.device) + batch.slot_mapping[0]
 
-    def consecutive(self, positions, at, blocks):
-        found = common(self, positions, at, blocks)
-        if found.num_reqs > 1:
-            start = found.slot_mapping[0]
-            found.slot_mapping = torch.arange(len(positions), device=positions.device) + start
-        return found
 
-    monkeypatch.setattr(NativeLayers, "_common", consecutive)
+@pytest.mark.parametrize("fault", [one_run, rows_before_a_run_are_hidden, consecutive_slots])
+def test_a_wrong_mask_and_a_wrong_slot_are_found(lab, monkeypatch, fault):
+    change_batches(monkeypatch, fault)
     with pytest.raises(UnsupportedModel, match="differ from the model's"):
         prove(lab)
 

@@ -2,11 +2,12 @@
 
 import random
 from collections.abc import Collection
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lmc.connectors.vllm.messages import BLEND_SHARE, StepPlan, StepReport
+from lmc.connectors.vllm.messages import BLEND_SHARE, StepPlan
 from lmc.connectors.vllm.worker.streams import Streams
 from lmc.connectors.vllm.worker.work import Cost, Work
 from lmc.connectors.vllm.worker.worker import Worker
@@ -17,20 +18,32 @@ LAYERWISE, COMPILED = range(1, 400), range(2000, WHOLE // BLEND_SHARE + 1)  # wh
 COPY = 401  # what the copy of a chunk costs
 
 
-class Pages:
-    """All that is asked of the pages here."""
+class OnlyTime(Worker):
+    """A worker without an engine, which only divides its time."""
 
-    layers = LAYERS
+    def __init__(self, step: int = STEP, layers: int = LAYERS) -> None:
+        config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=step))
+        super().__init__(config, None, blends=False)
+        self._pages, self._streams, self._ranks = SimpleNamespace(layers=layers), Streams(torch.device("cpu")), 1
+
+    def add(self, work: Work) -> None:
+        """Begin a job: of a request, or the learning of a document."""
+        if work.request:
+            self._loading[work.request] = work
+        else:
+            self._learning.append(work)
+
+    def backfill(self, work: Work) -> None:
+        self._backfills.append(work)
+
+    @property
+    def jobs(self) -> int:
+        return len(self._loading) + len(self._learning) + len(self._backfills)
 
 
 @pytest.fixture
 def worker():
-    """A worker without an engine, which only divides its time."""
-    found = object.__new__(Worker)
-    found._pages, found._streams, found._step_tokens = Pages(), Streams(torch.device("cpu")), STEP
-    found._loading, found._learning, found._backfills, found._slab, found._ranks = {}, [], [], None, 1
-    found._ended, found._copied, found._steps = [], [], 0
-    return found
+    return OnlyTime()
 
 
 class Job:
@@ -38,13 +51,9 @@ class Job:
 
     def __init__(self, worker: Worker, name: str, costs: list[int], **known: int) -> None:
         self.done: list[int] = []
-        work = Work(self._steps(costs), name, **known)
-        if name:
-            worker._loading[name] = work
-        else:
-            worker._learning.append(work)
+        worker.add(Work(self.steps(costs), name, **known))
 
-    def _steps(self, costs: list[int]):
+    def steps(self, costs: list[int]):
         for cost, following in zip(costs, [*costs[1:], 0], strict=True):
             self.done.append(cost)
             yield Cost(cost, None if following in LAYERWISE else following)
@@ -79,9 +88,9 @@ def test_a_slice_that_is_larger_than_what_is_left_waits_for_the_next_step(worker
 def test_a_job_ends_in_the_step_of_its_last_slice(worker):
     Job(worker, "r", [1500, WHOLE // BLEND_SHARE])
     worker.work(StepPlan(scheduled=STEP))
-    assert worker._loading
+    assert worker.jobs == 1
     worker.work(StepPlan(scheduled=STEP))
-    assert not worker._loading
+    assert worker.jobs == 0
 
 
 def test_a_document_beside_a_blend_does_not_make_a_step_longer(worker):
@@ -111,10 +120,9 @@ def test_a_full_step_does_one_slice_however_large_it_is(worker):
     assert step(worker, [Job(worker, "r", [WHOLE, WHOLE])], STEP) == [WHOLE]
 
 
-def test_a_job_goes_on_however_small_a_step_is(worker, monkeypatch):
+def test_a_job_goes_on_however_small_a_step_is():
     """A tenth of it is nothing."""
-    worker._step_tokens = 1
-    monkeypatch.setattr(Pages, "layers", 4)
+    worker = OnlyTime(step=1, layers=4)
     job = Job(worker, "r", [4, 4])
     assert [step(worker, [job], 1) for _ in range(2)] == [[4], [4]]
 
@@ -130,13 +138,12 @@ def test_learning_gets_a_slice_while_requests_run_and_all_of_an_idle_step(worker
 
 
 def test_backfill_gets_one_slice_of_a_step_in_which_nothing_else_is_computed(worker):
-    conversation = Work(Job._steps(holder := object.__new__(Job), [200] * 5), coming=200)
-    holder.done = []
-    worker._backfills.append(conversation)
+    conversation = Job(OnlyTime(), "", [])
+    worker.backfill(Work(conversation.steps([200] * 5), coming=200))
     document = Job(worker, "", [200])
     for scheduled, done in ((STEP, 0), (0, 1), (STEP, 1), (0, 2)):
         step(worker, [document], scheduled)
-        assert len(holder.done) == done
+        assert len(conversation.done) == done
 
 
 def test_a_document_that_came_once_is_learned_in_idle_steps_only(worker):
@@ -149,9 +156,9 @@ def test_a_document_that_came_once_is_learned_in_idle_steps_only(worker):
 
 
 def test_a_document_that_is_given_up_is_reported_as_failed(worker):
-    worker._report = StepReport()
     Job(worker, "", [200] * 3, idle=True, job=7)
     step(worker, [], 0)
     worker.work(StepPlan(cancel=[7]))
-    assert not worker._learning
-    assert (worker._report.failed, [job for _, job in worker._copied]) == ({7}, [7])
+    assert worker.jobs == 0
+    report = worker.report()
+    assert (report.failed, report.done) == ({7}, {7: 1})

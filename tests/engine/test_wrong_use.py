@@ -6,8 +6,8 @@ from copy import copy
 from types import SimpleNamespace
 
 import pytest
-from lab import SETTINGS, Prompt, answer, cleanup_dist_env_and_memory, engine, facts, words
-from stepping import worker
+from lab import SETTINGS, Prompt, answer, cleanup_dist_env_and_memory, engine, facts, setup_of, words
+from stepping import layers_of_lmc
 from vllm.config import CompilationConfig, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.platforms import current_platform
@@ -122,22 +122,22 @@ def test_after_all_that_a_blend_still_works(lab):
 @contextmanager
 def started(lab, **settings):
     """One more connector for the scheduler of an engine that runs, as the engine has started its own."""
-    config = copy(lab.connector._config)
+    config = copy(lab.llm.llm_engine.vllm_config)
     config.kv_transfer_config = copy(config.kv_transfer_config)
     config.kv_transfer_config.kv_connector_extra_config = SETTINGS | settings
-    connector = LMCConnector(config, lab.connector.role, lab.connector._kv_cache_config)
+    connector = LMCConnector(config, lab.connector.role, lab.scheduler.kv_cache_config)
     connector.bind_gpu_block_pool(lab.pool)
     connector.set_xfer_handshake_metadata_pp_aware({(0, 0): get_kv_transfer_group().get_handshake_metadata()})
     try:
-        yield connector
+        yield connector, LMCConnector(config, KVConnectorRole.WORKER, lab.scheduler.kv_cache_config)
     finally:
         connector.shutdown()
 
 
 def test_a_version_of_vllm_that_was_not_tested_is_used_with_one_warning(lab, monkeypatch, caplog):
     monkeypatch.setattr("vllm.__version__", "0.47.0")
-    with caplog.at_level(logging.WARNING, "lmc"), started(lab) as connector:
-        LMCConnector(connector._config, KVConnectorRole.WORKER, connector._kv_cache_config)
+    with caplog.at_level(logging.WARNING, "lmc"), started(lab):
+        pass
     assert [record.getMessage() for record in caplog.records if "0.47.0" in record.getMessage()] == [
         "lmc was tested with vLLM 0.30 to 0.33, but not with 0.47.0"
     ]
@@ -146,14 +146,13 @@ def test_a_version_of_vllm_that_was_not_tested_is_used_with_one_warning(lab, mon
 def test_without_enable_blending_a_model_that_could_be_blended_is_not(lab, monkeypatch):
     """Its worker says so to the scheduler, which asks workers and not the settings."""
     off = {"enable_blending": False}
-    with started(lab, **off) as connector:
-        side = LMCConnector(connector._config, KVConnectorRole.WORKER, connector._kv_cache_config)
-        assert connector._scheduler._setup.blends, "the control: the engine's own worker can"
-    layers = lab.connector._config.compilation_config.static_forward_context
+    with started(lab, **off) as (connector, side):
+        assert setup_of(connector).blends, "the control: the engine's own worker can"
+    layers = lab.llm.llm_engine.vllm_config.compilation_config.static_forward_context
     side.register_kv_caches({name: layer.kv_cache for name, layer in layers.items()})
     monkeypatch.setattr("test_wrong_use.get_kv_transfer_group", lambda: side)
-    with started(lab, **off) as connector:
-        setup = connector._scheduler._setup
+    with started(lab, **off) as (connector, _):
+        setup = setup_of(connector)
         assert (setup.blends, setup.refused) == (False, "blending is off (enable_blending)")
         found = Administration(setup, {}).explain({"prompt_token_ids": PROMPT.tokens, "lmc": PROMPT.blend()})
         assert (found["why"], found["reused_tokens"]) == (setup.refused, 0)
@@ -170,11 +169,11 @@ def test_without_enable_blending_a_model_that_could_be_blended_is_not(lab, monke
 )
 def test_attention_that_is_not_lmc_s_own_is_not_blended(lab, monkeypatch, name, value, said):
     """Of a model whose architecture is blended otherwise. The first pass would choose other tokens without a word."""
-    side, (*inside, name) = worker(), name.split(".")
-    attention = side._layers.attention[-1]
+    *inside, name = name.split(".")
+    attention = layers_of_lmc().attention[-1]
     monkeypatch.setattr(attention.impl if inside else attention, name, value)
     with pytest.raises(UnsupportedModel, match=f"its attention has {said}"):
-        NativeLayers(loaded_model(), side._config, side._kv_cache_config, {})
+        NativeLayers(loaded_model(), lab.llm.llm_engine.vllm_config, lab.scheduler.kv_cache_config, {})
 
 
 @pytest.mark.long
@@ -238,7 +237,7 @@ def test_a_special_string_that_encodes_to_nothing_ends_the_start():
             return "".join(map(chr, tokens))
 
     with pytest.raises(ConfigError, match="the special string ' # # ' has no tokens of its own; set blend_special"):
-        markers(Deaf())
+        Bare(enable_blending=True).markers_of(Deaf())
 
 
 def test_pipeline_parallel_is_not_blended():
@@ -270,24 +269,22 @@ def refusal(model, settings=None) -> str:
     return str(error.value)
 
 
-def markers(tokenizer):
-    """What a connector finds with a tokenizer."""
-    connector = LMCConnector.__new__(LMCConnector)
-    connector.settings = Settings(enable_blending=True)
-    return connector._markers(tokenizer)
+class Bare(LMCConnector):
+    """A scheduler's side without an engine, whose worker says that the model cannot be blended."""
+
+    def __init__(self, config=None, **settings) -> None:
+        self.settings, self._config, self._scheduler = Settings(**settings), config or config_of(), None
+        self._early_facts, self._early_requests = {}, []
+
+    def markers_of(self, tokenizer):
+        return self._markers(tokenizer)
 
 
 def test_ranks_that_each_have_a_scheduler_of_their_own_are_refused():
     """As under torchrun (external_launcher): each would take the slots of a slab for one rank, and its worker for one
     of several.
     """
-    connector = LMCConnector.__new__(LMCConnector)
-    connector.settings = Settings()
-    connector._config = SimpleNamespace(
-        model_config=SimpleNamespace(is_prefix_caching_supported=True),
-        cache_config=SimpleNamespace(),
-        parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1),
-    )
+    connector = Bare(config_of(tensor_parallel_size=2))
     with pytest.raises(ConfigError, match=r"1 of 2 workers.*external_launcher"):
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Handshake(None)})
 
@@ -300,18 +297,11 @@ def config_of(extra=(), *, caches_prefixes=True, **parallel) -> SimpleNamespace:
         ),
         cache_config=SimpleNamespace(block_size=16, prefix_caching_hash_algo="sha256"),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1,
-            prefill_context_parallel_size=1, **{"data_parallel_size": 1, "data_parallel_index": 0, **parallel},
+            **{"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1,
+               "prefill_context_parallel_size": 1, "data_parallel_size": 1, "data_parallel_index": 0, **parallel},
         ),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=dict(extra), kv_load_failure_policy="recompute"),
     )  # fmt: skip
-
-
-def bare() -> LMCConnector:
-    """A scheduler's side without an engine, whose worker says that the model cannot be blended."""
-    connector = LMCConnector.__new__(LMCConnector)
-    connector.settings, connector._scheduler, connector._config = Settings(), None, config_of()
-    return connector
 
 
 @pytest.mark.parametrize(("engines", "own"), [(1, ""), (3, "dp2")])
@@ -345,8 +335,7 @@ def test_a_model_for_which_the_engine_caches_no_prefixes_is_left_alone(caplog, m
 
 def test_facts_that_never_come_end_the_waiting_with_a_warning(caplog):
     """As beside other connectors whose metadata is not lmc's. An engine must not make empty steps for ever."""
-    connector, steps = bare(), 0
-    connector._early_facts, connector._early_requests = {}, []
+    connector, steps = Bare(), 0
     connector.set_xfer_handshake_metadata_pp_aware({(0, 0): object()})
     while connector.has_pending_push_work():
         assert connector.build_connector_meta(None).plan == StepPlan()
@@ -364,21 +353,11 @@ def test_reports_of_ranks_are_joined_with_their_facts():
     assert ([facts.rank for facts in joined.facts], joined.report.done) == ([(0, 0), (0, 1)], {3: 2})
 
 
-def test_a_log_line_without_blending_says_that_it_was_not_wanted():
-    engine = SimpleNamespace(store=SimpleNamespace(slots=3, known_keys=set), chunk_size=256)
-    assert bare()._summary(engine, blends=False).startswith("lmc: no blending (enable_blending is false), 3 chunks of")
-
-
 @pytest.mark.parametrize("parallel", ["decode_context_parallel_size", "prefill_context_parallel_size"])
 def test_context_parallelism_is_refused(monkeypatch, parallel):
     monkeypatch.setattr(KVConnectorBase_V1, "__init__", lambda *_, **__: None)
-    sizes = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, parallel: 2}
-    sizes |= {"data_parallel_size": 1, "data_parallel_index": 0}
-    config = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}), parallel_config=SimpleNamespace(**sizes)
-    )
     with pytest.raises(ConfigError, match="lmc does not support context parallelism"):
-        LMCConnector(config, KVConnectorRole.SCHEDULER, None)
+        LMCConnector(config_of(**{parallel: 2}), KVConnectorRole.SCHEDULER, None)
 
 
 def test_with_full_graphs_settings_are_checked_before_there_is_a_model(monkeypatch):
