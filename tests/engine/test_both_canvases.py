@@ -8,7 +8,7 @@ import pytest
 import torch
 from amount import mostly_long
 from lab import words
-from stepping import layers_of_lmc, worker
+from stepping import layers_of_lmc
 from transformers import AutoModelForCausalLM
 
 from lmc.blend.blender import Blender, BlendInput
@@ -146,8 +146,7 @@ def trimmed(placements, parts, start):
 
 def paged(lab, model, given: Case, policy: RecomputePolicy, rows: BatchRows):
     """The same over the paged canvas, in blocks that the engine does not use now."""
-    mine = worker()
-    layers, length = mine._layers, len(given.tokens)
+    layers, length = layers_of_lmc(), len(given.tokens)
     placements, parts = [one.placement for one in given.stored], stored_parts(model, given)
     prefix = computed(model, given.tokens[: given.start]) if given.start else []
     if given.start:
@@ -177,10 +176,15 @@ def paged(lab, model, given: Case, policy: RecomputePolicy, rows: BatchRows):
         what = BlendInput(length=length, stop=length, question=given.question, placements=placements, start=given.start)
         result = Blender(canvas, what, policy).run()
         kv = [torch.stack([one.clone() for one in canvas.read(layer, everything)]) for layer in range(canvas.depth)]
-        return result, kv, last_logits(lab, canvas, layers, length)
+        return result, kv, last_logits(lab, canvas, length)
 
 
-def last_logits(lab, canvas, layers, length: int) -> torch.Tensor:
+def model_of(lab):
+    """The model that the engine has loaded."""
+    return lab.core.model_executor.driver_worker.worker.get_model()
+
+
+def last_logits(lab, canvas, length: int) -> torch.Tensor:
     """The logits of the last token, by the engine's own layers over what the blend has left."""
     last, nothing = torch.tensor([length - 1]), torch.empty(0, dtype=torch.long)
     rows = canvas.begin(last)
@@ -192,8 +196,8 @@ def last_logits(lab, canvas, layers, length: int) -> torch.Tensor:
 
         (batch,) = canvas.batches(rows)
         canvas.run(layer, rows, batch, attention)
-    hidden, _ = layers._decoder.norm(rows.states, rows.residual)
-    engine_model = lab.core.model_executor.driver_worker.worker.get_model()
+    engine_model = model_of(lab)
+    hidden, _ = engine_model.model.norm(rows.states, rows.residual)
     return engine_model.compute_logits(hidden)[0]
 
 
@@ -231,7 +235,7 @@ def test_rows_that_go_through_all_layers_at_once_leave_the_same(lab, model, give
 @pytest.mark.parametrize("correction", ["none", "shift"])
 def test_of_the_last_layer_a_blend_computes_keys_and_values_only(lab, model, monkeypatch, correction, through):
     policy, finished = RecomputePolicy(strategy="union", correction=correction), set()
-    layers = layers_of_lmc()._layers
+    layers = model_of(lab).model.layers
     hooks = [layer.mlp.register_forward_hook(lambda *_, i=i: finished.add(i)) for i, layer in enumerate(layers)]
     monkeypatch.setitem(globals(), "last_logits", lambda *_: None)
     paged(lab, model, CASES["documents"], policy, BatchRows(ROWS, through))

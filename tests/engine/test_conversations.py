@@ -34,7 +34,7 @@ def later(tokens, said, seed=50):
 
 
 def without_idle_time(lab) -> None:
-    lab.lmc._backfill._waiting.clear()
+    lab.lmc._backfill.cancel()
 
 
 def wish(ratio=0.15, **more):
