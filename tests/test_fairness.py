@@ -29,7 +29,8 @@ class House:
     """A store whose chunks have owners."""
 
     def __init__(self, weights=(), slots=SLOTS):
-        self.fair = FairShares(Weights(weights))
+        self.weights = Weights(weights)
+        self.fair = FairShares(self.weights)
         self.store = Store(Slab(slots, PARTS, PART_BYTES), fair=self.fair)
         self.stored = Counter()
 
@@ -112,13 +113,12 @@ def test_who_does_not_come_back_keeps_nothing(house):
 
 
 def test_weights_that_change_count_at_once(house):
-    weights = Weights()
-    one = house(weights)
+    one = house()
     for _ in range(100):
         one.put(A)
         one.put(B)
     assert len(one.has(B)) == pytest.approx(SLOTS / 2, abs=1)
-    one.fair._weights["m", "b"] = 9.0
+    one.weights["m", "b"] = 9.0
     one.fair.change()
     for _ in range(100):
         one.put(A)
