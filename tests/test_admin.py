@@ -6,24 +6,22 @@ import json
 import os
 import re
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
-from storage_fakes import DictTier
+from http_stub import http_stub
+from storage_fakes import DictTier, free_port
 from test_cli import lmc
 from test_vllm_scheduler import counted, pretend
 from vllm_fakes import DOC_A, DOC_B, Adapter, Lab, hashes_of, learn, prompt
 
 from lmc.connectors.vllm.scheduler.admin import Administration, serve, serve_if_wanted
-from lmc.engine.names import Names
 from lmc.errors import ConfigError, InputError
 from lmc.http import server as http_server
 from lmc.http.client import HttpClient, Refused, Unreachable, engine_client
@@ -51,8 +49,8 @@ ALWAYS = {"load_policy": "always"}  # These prompts are so short that prefill co
 
 def administration(lab: Lab, **setup) -> Administration:
     for name, value in {"tokenizer": Words(), **setup}.items():
-        setattr(lab.scheduler._setup, name, value)
-    return Administration(lab.scheduler._setup, lab.scheduler.recent)
+        setattr(lab.setup, name, value)
+    return Administration(lab.setup, lab.scheduler.recent)
 
 
 def explained(lab: Lab, tokens, *, setup=None, **more):
@@ -71,7 +69,7 @@ def test_known_documents_are_said_to_be_reused_and_nothing_changes(make):
     assert (found["reused_tokens"], found["why"]) == (len(DOC_A) + len(DOC_B), "")
     assert found["tokens"] == len(prompt(DOC_B, DOC_A))
     assert lab.scheduler.numbers() == stats
-    assert not lab.scheduler._states
+    assert not lab.states
 
 
 def test_the_beginning_is_looked_for_in_the_engine_s_cache_and_in_the_store(make):
@@ -179,8 +177,7 @@ def test_a_document_of_another_model_is_named_after_a_restart(make):
 
     again = make(tier)
     assert why(explained(again, prompt(DOC_A))) == [""]
-    again.engine.names = Names(replace(again.engine.names._namespace, model="another model"), (), "")
-    said = why(explained(again, prompt(DOC_A)))[0]
+    said = why(explained(make(tier, model="another model"), prompt(DOC_A)))[0]
     assert said.startswith("it was learned by another model, or with other settings")
 
 
@@ -233,12 +230,6 @@ def document_namespace(lab: Lab):
 
 
 # -- the endpoint -----------------------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 @contextmanager
@@ -314,23 +305,9 @@ def test_the_endpoint_answers_what_the_commands_ask(served, tmp_path):
 
 
 def test_a_server_that_is_no_administration_endpoint_is_said_to_be_none(tmp_path):
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b"{}")
-
-        def do_POST(self):
-            self.rfile.read(int(self.headers["content-length"]))
-            self.do_GET()
-
-        def log_message(self, *_):
-            pass
-
     (tmp_path / "prompt.txt").write_text("w1 w2")
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        url = f"127.0.0.1:{server.server_port}"
+    with http_stub((200, {})) as server:
+        url = server.url
         for words in (
             ("documents", "list", "--url", url),
             ("documents", "pin", "a", "--url", url),
@@ -341,7 +318,6 @@ def test_a_server_that_is_no_administration_endpoint_is_said_to_be_none(tmp_path
             code, _, err = lmc(*words)
             assert (code, err.count("\n"), err.startswith("error: ")) == (2, 1, True), words
             assert "is not a" in err or "listed no models" in err
-        server.shutdown()
 
 
 def test_the_variable_lmc_admin_is_the_address_that_commands_ask(served, tmp_path, monkeypatch):
@@ -409,17 +385,6 @@ def test_documents_have_names_and_are_pinned_and_limited_in_time_by_them(make):
         for wrong in ({"pinned": 3}, {"ttl": -1}, {"ttl": True}, {"ttl": 1e300}, {"pin": True}, []):
             with pytest.raises(Refused):
                 client.ask("/v1/documents/00", wrong, "PATCH")
-
-
-def test_too_many_pins_are_refused(make):
-    lab = make(slots=8)
-    learn(lab, DOC_A, DOC_B)
-    found = administration(lab)
-    first, second = (one["id"] for one in found.documents.listed()["documents"])
-    found.documents.change(first, {"pinned": True})
-    with pytest.raises(InputError, match="pin quota exceeded"):
-        found.documents.change(second, {"pinned": True})
-    assert [one["pinned"] for one in found.documents.listed()["documents"]] == [True, False]
 
 
 def test_texts_are_queued_to_be_learned(make):
@@ -633,16 +598,10 @@ def test_an_endpoint_that_does_not_start_is_an_error_and_gives_its_address_back(
     serve(administration(make()), f"unix://{path}", "")()
 
 
-def test_without_an_endpoint_the_commands_say_how_to_get_one():
-    code, _, err = lmc("documents", "list", "--url", "127.0.0.1:1")
-    assert code == 2
-    assert "use the LMC_ADMIN address with which the engine was started" in err
-
-
 def test_a_data_parallel_engine_says_where_it_publishes_itself():
     """A router followed the documents of the first one for all of them."""
     lab = Lab()
-    setup, requests = lab.scheduler._setup, lab.scheduler.recent
+    setup, requests = lab.setup, lab.scheduler.recent
     assert Administration(setup, requests, 2).routing()["document_events"] == ""
     setup.settings = setup.settings.model_copy(update={"document_events": "tcp://*:5558, tcp://*:6558"})
     assert Administration(setup, requests, 2).routing()["document_events"] == "tcp://*:5560,tcp://*:6560"

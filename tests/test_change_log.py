@@ -19,6 +19,7 @@ from storage_fakes import (
     meta_of,
     put,
     raw_record,
+    state_of,
     stored,
 )
 from test_disk import path_of
@@ -65,11 +66,6 @@ def steps(log, number=0):
 
 
 # -- the log -------------------------------------------------------------------------------------------------------
-
-
-def test_an_empty_log_has_no_changes_and_is_complete():
-    log = ChangeLog()
-    assert (log.since(0), log.present(), log.counts()) == (([], True), (0, {}), {})
 
 
 def test_a_change_says_which_chunk_came_or_went_and_where():
@@ -250,58 +246,12 @@ def filled(store, *keys):
     return store
 
 
-def test_a_chunk_that_is_stored_appears_in_memory_and_then_on_disk(make, disk):
-    store = filled(make(disk()), K0)
-    assert steps(store.changes) == [(K0, "host", True), (K0, "disk", True)]
-
-
 def test_a_slot_that_was_given_back_is_no_change(make):
     store = make()
     (reservation,) = store.begin([meta_of(K0)])
     assert steps(store.changes) == []
     store.abort(reservation)
     assert steps(store.changes) == []
-
-
-def test_a_chunk_that_is_evicted_from_memory_leaves_it_and_is_still_on_disk(make, disk):
-    store = filled(make(disk(), slots=2), K0, K1)
-    number, _ = store.changes.present()
-    filled(store, K2)
-    assert steps(store.changes, number) == [(K0, "host", False), (K2, "host", True), (K2, "disk", True)]
-    assert (keys_in(store, "host"), keys_in(store, "disk")) == ({K1, K2}, {K0, K1, K2})
-    assert store.lookup([K0]) == ["disk"]
-    assert store.stats().present == {"host": (2, 32), "disk": (3, 48)}
-
-
-def test_a_chunk_that_is_loaded_appears_in_memory_and_stays_on_disk(make, disk):
-    store = filled(make(disk(), slots=1), K0, K1)
-    number, _ = store.changes.present()
-    assert get(store, K0)
-    assert steps(store.changes, number) == [(K1, "host", False), (K0, "host", True)]
-    assert keys_in(store, "disk") == {K0, K1}
-
-
-def test_a_chunk_that_is_copied_from_the_device_is_in_both_memories(make):
-    store = filled(make(device=1), K0, K1)
-    assert (keys_in(store, "device"), keys_in(store, "host")) == ({K1}, {K0, K1})
-
-
-def test_a_record_that_is_evicted_from_disk_leaves_it_and_is_still_in_memory(make, tmp_path):
-    store = filled(make(DiskTier(tmp_path, 2 * RECORD_BYTES)), K0, K1)
-    number, _ = store.changes.present()
-    filled(store, K2)
-    assert steps(store.changes, number) == [(K2, "host", True), (K0, "disk", False), (K2, "disk", True)]
-    assert store.lookup([K0]) == ["host"]
-
-
-def test_a_chunk_that_is_forgotten_leaves_every_place(make, disk):
-    store = filled(make(disk(), device=2), K0, K1)
-    number, _ = store.changes.present()
-    store.forget(K0)
-    assert sorted(steps(store.changes, number)) == [(K0, place, False) for place in ("device", "disk", "host")]
-    number, _ = store.changes.present()
-    store.forget(K0)
-    assert steps(store.changes, number) == []
 
 
 def test_a_record_that_turns_out_to_be_corrupt_leaves_the_disk(make, disk, tmp_path):
@@ -373,7 +323,7 @@ def test_the_log_says_what_every_place_of_a_store_holds(done, device, slots, on_
             with contextlib.suppress(ChunkLost):
                 action(store, key)
             store.flush()
-        for pool in store._state.pools.values():
+        for pool in state_of(store).pools.values():
             assert keys_in(store, pool.name) == set(pool.keys())
         assert keys_in(store, tier.name) == {entry.key for entry in tier.entries()}
         changes, complete = store.changes.since(0)

@@ -1,11 +1,22 @@
 """What loading and computing are expected to take, and the choice between them."""
 
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
-from storage_fakes import PART_BYTES, PARTS, DictTier, computing, get, key_of, note_load, opening, put, reading
+from storage_fakes import (
+    PART_BYTES,
+    PARTS,
+    Clock,
+    DictTier,
+    computing,
+    eventually,
+    get,
+    key_of,
+    note_load,
+    opening,
+    put,
+    reading,
+)
 from tier_wrappers import Delayed, Faulty
 from vllm_fakes import Lab
 
@@ -32,15 +43,6 @@ from lmc.storage.store import Store
 AUTO = LoadPolicy.AUTO
 
 
-class Clock:
-    """Time that goes on when it is told to."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def wanted(tier: str = "disk", *, records: int = 4, bytes: int = 4000, exact: int = 100, **more: object) -> Offer:
     values: dict = {"reused": 0, "ratio": 0.0, "prompt": 100, **more}
     return Offer(records=[(tier, bytes // records)] * records, exact=exact, **values)
@@ -48,7 +50,7 @@ def wanted(tier: str = "disk", *, records: int = 4, bytes: int = 4000, exact: in
 
 def measured(byte: float, *, record: float = 0.0, token: float = 0.01, clock: Clock | None = None) -> CostModel:
     """CostModel that have seen three loads of a disk and three prefills of 100 tokens, all alike."""
-    cost = CostModel(clock or Clock())
+    cost = CostModel(clock or Clock(100.0))
     for _ in range(3):
         load(cost, byte, record=record)
         cost.computed(100, 100 * token, 100)
@@ -120,7 +122,7 @@ def test_an_optimistic_rate_is_that_of_the_last_time_if_it_was_faster() -> None:
 
 
 def test_what_was_not_measured_is_loaded() -> None:
-    cost = CostModel(Clock())
+    cost = CostModel(Clock(100.0))
     assert cost.choose(wanted(), AUTO) == Choice(load=True)
     for _ in range(3):
         load(cost, 1.0)
@@ -169,7 +171,7 @@ def test_a_blend_spares_what_it_does_not_compute_anew() -> None:
 
 
 def test_the_cost_of_a_token_is_that_of_a_prompt_as_long_or_the_next_shorter_one() -> None:
-    cost = CostModel(Clock())
+    cost = CostModel(Clock(100.0))
     for length, token in ((40, 0.01), (600, 0.02), (5000, 0.1)):
         for _ in range(3):
             cost.computed(length, length * token, length)
@@ -206,7 +208,7 @@ def test_the_policy_always_loads_from_a_slow_tier() -> None:
 
 def test_a_slow_tier_is_tried_after_so_many_choices_and_so_many_seconds() -> None:
     assert (TRIAL_CHOICES, TRIAL_SECONDS) == (8, 10.0)
-    clock = Clock()
+    clock = Clock(100.0)
     cost = measured(1.0, clock=clock)
     assert [loads(cost) for _ in range(20)] == [False] * 20, "however many requests come in a moment"
     clock.now += 9.9
@@ -218,7 +220,7 @@ def test_a_slow_tier_is_tried_after_so_many_choices_and_so_many_seconds() -> Non
 
 
 def test_a_tier_that_is_fast_again_is_found_by_one_trial() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     cost = measured(1.0, clock=clock)
     for _ in range(20):
         load(cost, 1.0)
@@ -233,7 +235,7 @@ def test_a_tier_that_is_fast_again_is_found_by_one_trial() -> None:
 
 
 def test_a_trial_that_happened_to_be_fast_is_followed_by_one_more_and_no_others() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     cost = measured(1.0, clock=clock)
     load(cost, 0.0001)
     assert loads(cost)
@@ -242,7 +244,7 @@ def test_a_trial_that_happened_to_be_fast_is_followed_by_one_more_and_no_others(
 
 
 def test_tiers_are_tried_by_themselves() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     cost = measured(1.0, clock=clock)
     for _ in range(3):
         load(cost, 1.0, tier="redis")
@@ -267,7 +269,7 @@ def took(spent: Spent, tier: str, seconds: float, bytes: int) -> None:
 
 
 def test_a_batch_takes_from_its_first_thread_s_begin_to_its_last_one_s_end() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     cost = CostModel(clock)
     batch = LoadTiming(cost, 2)
     one = batch.begin()
@@ -285,7 +287,7 @@ def test_a_batch_takes_from_its_first_thread_s_begin_to_its_last_one_s_end() -> 
 
 
 def test_the_time_of_a_batch_is_shared_out_to_its_tiers() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     cost = CostModel(clock)
     batch = LoadTiming(cost, 1)
     mine = batch.begin()
@@ -297,7 +299,7 @@ def test_the_time_of_a_batch_is_shared_out_to_its_tiers() -> None:
 
 
 def test_a_batch_that_read_nothing_says_nothing() -> None:
-    cost = CostModel(Clock())
+    cost = CostModel(Clock(100.0))
     batch = LoadTiming(cost, 2)
     batch.end(batch.begin())
     batch.end(batch.begin())
@@ -308,13 +310,6 @@ def test_a_batch_that_read_nothing_says_nothing() -> None:
 def store_over(tier: object) -> Store:
     slab = Slab.of_size(4.5 * PARTS * PART_BYTES, PARTS, PART_BYTES)
     return Store(slab, [tier])  # type: ignore[list-item]
-
-
-def until(true: Callable[[], object]) -> None:
-    due = time.monotonic() + 10
-    while not true():
-        assert time.monotonic() < due
-        time.sleep(0.001)
 
 
 def test_a_store_measures_its_loads() -> None:
@@ -332,7 +327,7 @@ def test_a_store_measures_its_loads() -> None:
         for pin in pins:
             assert pin is not None
             store.part(pin, PARTS - 1)
-    until(lambda: reading(cost)["dict"].newest)
+    eventually(lambda: reading(cost)["dict"].newest)
     batch_seconds = reading(cost)["dict"].newest * 4 * PARTS * PART_BYTES
     assert batch_seconds >= 2 * PARTS * 0.01 * 0.99
     store.close()
@@ -346,9 +341,8 @@ def test_a_tier_that_fails_is_no_measure_of_its_speed() -> None:
     store = store_over(Faulty(tier, lambda verb, key: OSError("gone") if verb == "read" else None))
     with pytest.raises(ChunkLost):
         get(store, key_of(1))
-    until(lambda: opening(store.cost)["dict"].newest)
+    eventually(lambda: opening(store.cost)["dict"].newest)
     assert reading(store.cost)["dict"].value is None
-    assert not reading(store.cost)["dict"]._last
     store.close()
 
 
@@ -375,7 +369,7 @@ def test_any_thread_may_measure_and_choose() -> None:
 
 def steps(*given: tuple[float, int, int], alone: bool = True) -> dict[int, float]:
     """Seconds per token by power of two, from steps of one request: (when, tokens of a prompt, tokens decoded)."""
-    cost, position = CostModel(Clock()), 0
+    cost, position = CostModel(Clock(100.0)), 0
     pace = PrefillPace(cost)
     for at, prompts, decoded in given:
         pace.add(
@@ -429,7 +423,7 @@ def test_a_step_deep_in_a_prompt_is_filed_under_the_length_that_costs_as_much() 
 
 
 def test_time_in_which_the_engine_idled_is_no_measure() -> None:
-    cost = CostModel(Clock())
+    cost = CostModel(Clock(100.0))
     pace = PrefillPace(cost)
     for at, name in ((0, "one"), (1, "one"), (500, "two"), (501, "two")):
         tokens = 1000 if at in (0, 500) else 1
@@ -466,7 +460,7 @@ def blend_of(rows: float, tokens: int = 1000, length: int = 1000, **more: object
 
 def weighed(*, prefill: float = 1.0, blend: float | None = None, clock: Clock | None = None) -> CostModel:
     """Prefill of 1000 tokens took `prefill` seconds three times, a blend of 200 rows took `blend`."""
-    cost = CostModel(clock or Clock())
+    cost = CostModel(clock or Clock(100.0))
     for _ in range(3):
         cost.computed(1000, prefill, 1000)
         if blend is not None:
@@ -489,7 +483,7 @@ def test_a_blend_is_made_if_it_was_faster_and_left_out_if_it_was_slower() -> Non
 
 def test_a_blend_that_computes_as_much_as_prefill_is_not_made_even_where_nothing_was_measured() -> None:
     """As long instructions after the last document, which go through the layers twice."""
-    cost = CostModel(Clock())
+    cost = CostModel(Clock(100.0))
     assert is_blended(cost, blend_of(899))
     assert cost.against_blend(blend_of(950), AUTO) == "a blend would compute 950 tokens, and prefill computes 1000"
 
@@ -500,7 +494,7 @@ def test_what_the_engine_has_itself_counts() -> None:
 
 
 def test_until_prefill_was_measured_one_of_several_prompts_is_computed() -> None:
-    cost = CostModel(Clock())
+    cost = CostModel(Clock(100.0))
     made = [is_blended(cost, blend_of(200)) for _ in range(3 * SURVEY_EVERY)]
     assert [at for at, blended in enumerate(made, 1) if not blended] == [SURVEY_EVERY * n for n in (1, 2, 3)]
     for _ in range(SURVEY_EVERY * MAX_SURVEYS):

@@ -5,14 +5,12 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from itertools import combinations
 from pathlib import Path
 
 import prometheus_client
@@ -20,7 +18,7 @@ import pytest
 from models import SEPARATOR, random_model, random_tokens
 from prometheus_client import CollectorRegistry
 from rich.console import Console
-from storage_fakes import PART_BYTES, PARTS, DictTier, get, key_of, put
+from storage_fakes import PART_BYTES, PARTS, DictTier, free_port, get, key_of, put
 from typer.testing import CliRunner
 
 from lmc.commands.cli import app
@@ -185,19 +183,6 @@ def test_a_scrape_asks_the_store_itself():
         assert registry.get_sample_value("lmc_misses_total") == 2
 
 
-def test_a_corrupt_record_is_counted_as_one():
-    tier, registry = DictTier(), CollectorRegistry()
-    with store_over(tier) as store:
-        put(store, K0)
-    tier.records[K0][-1] ^= 1
-    with store_over(tier) as store:
-        register(store, registry)
-        with pytest.raises(Exception, match="could not be read"):
-            get(store, K0)
-        assert registry.get_sample_value("lmc_corrupt_records_total", {"tier": "dict"}) == 1
-        assert registry.get_sample_value("lmc_failures_total", {"tier": "dict"}) == 1
-
-
 def test_a_registry_shows_one_store():
     registry = CollectorRegistry()
     with store_over() as first, store_over() as second:
@@ -209,9 +194,7 @@ def test_a_registry_shows_one_store():
 
 
 def test_the_engine_of_a_model_is_registered_and_served_as_the_page_says(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with CachedModel(random_model(), Settings(max_local_cpu_size=0.02, local_disk=tmp_path), SEPARATOR) as cached:
         collector = register(cached.engine)
         stop = serve_metrics(port)
@@ -227,9 +210,7 @@ def test_the_engine_of_a_model_is_registered_and_served_as_the_page_says(tmp_pat
 
 
 def test_metrics_are_served_to_this_machine_until_stopped():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     stop = serve_metrics(port, registry=registry_of(SOME))
     url = f"http://127.0.0.1:{port}/metrics"
     assert fetch(url).since(None)["hits", ("host",)] == 5
@@ -275,20 +256,6 @@ def test_once_prints_the_totals():
     assert found["write queue (now)"] == ["11"]
     assert found["dropped writes"] == ["6"]
     assert "requests" not in found  # this endpoint is no server's
-
-
-def test_once_shows_a_store_with_a_tier():
-    registry = CollectorRegistry()
-    with store_over(DictTier()) as store, served(registry) as url:
-        register(store, registry)
-        put(store, K0)
-        store.flush()
-        get(store, K0)
-        found = shown(url)
-    assert found["hit rate"] == ["100.0%"]
-    assert found["hits"] == ["1", "1", "0"]
-    assert found["chunks written"] == ["1", "1"]
-    assert found["usable (now)"] == ["yes"]
 
 
 def test_programs_get_the_totals_as_json_from_an_address_without_a_scheme():
@@ -472,17 +439,6 @@ EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel["targets"]
 DATASOURCE = {"type": "prometheus", "uid": "${DS_PROMETHEUS}"}
 
 
-def test_the_board_has_what_the_model_asks_for():
-    assert board["id"] is None
-    assert (board["uid"], board["title"]) == ("lmc", "lmc")
-    assert board["schemaVersion"] >= 39
-    wanted = {"time", "timepicker", "timezone", "templating", "annotations", "refresh", "version", "editable", "tags"}
-    assert wanted <= board.keys()
-    variables = {variable["name"]: variable for variable in board["templating"]["list"]}
-    assert (variables["DS_PROMETHEUS"]["type"], variables["DS_PROMETHEUS"]["query"]) == ("datasource", "prometheus")
-    assert variables["instance"]["datasource"] == DATASOURCE
-
-
 def test_engines_programs_and_routers_can_be_chosen():
     (variable,) = (one for one in board["templating"]["list"] if one["name"] == "instance")
     for text in (variable["definition"], variable["query"]["query"]):
@@ -511,14 +467,6 @@ def test_panels_are_whole_and_have_ids_of_their_own():
         assert references
         assert len(set(references)) == len(references)
         assert all(target["datasource"] == DATASOURCE and target["expr"] for target in panel["targets"])
-
-
-def test_panels_lie_side_by_side():
-    places = [panel["gridPos"] for panel in PANELS]
-    assert all(at["x"] >= 0 and at["x"] + at["w"] <= 24 and at["h"] > 0 for at in places)
-    for a, b in combinations(places, 2):
-        beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
-        assert beside or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
 
 
 def asked(expression: str) -> set[str]:
