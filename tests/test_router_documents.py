@@ -3,6 +3,7 @@
 import hashlib
 import time
 from array import array
+from math import ceil
 
 import msgspec
 import pytest
@@ -460,14 +461,16 @@ def test_a_document_that_was_sent_is_on_its_way_until_it_should_have_been_learne
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 9), st.integers(1, 60)), max_size=60))
 def test_the_index_keeps_no_more_than_fits(schedule):
-    index, cutter = DocumentIndex(100), Cutter()
+    index, cutter, sent = DocumentIndex(100), Cutter(), {}
     for cache, name, words in schedule:
-        text = SEPARATOR.join(["s", f"{name} " * words, "q"])
-        index.note(cache, cutter.cut(PromptRequest(text=text)))
-        for one in index._caches.values():
-            things = [tokens for of in one._sent._entries.values() for tokens, _ in of.values()]
-            assert sum(things) <= 100
-            assert one._sent.room == pytest.approx(100 - sum(things))
+        cut = cutter.cut(PromptRequest(text=SEPARATOR.join(["s", f"{name} " * words, "q"])))
+        index.note(cache, cut)
+        sent |= {document.key: document for document in cut.documents}
+        for one in "ab":
+            states = zip(sent.values(), index.find(one, list(sent.values())), strict=True)
+            tokens = [ceil(document.tokens) for document, state in states if state.is_stored]
+            assert sum(tokens) <= 100
+            assert index.room(one) == pytest.approx(100 - sum(tokens))
 
 
 def test_a_tenant_displaces_its_own_documents_and_not_those_of_another():

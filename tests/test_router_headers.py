@@ -6,7 +6,7 @@ import socket
 import pytest
 from echo_engine import EchoEngine, respond
 from router_house import SECONDS, house, served
-from service_fakes import eventually
+from storage_fakes import eventually
 
 from lmc.router.client import read_headers, sent_back, sent_on
 

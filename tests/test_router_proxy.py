@@ -11,7 +11,7 @@ import pytest
 from echo_engine import EchoEngine
 from rich.console import Console
 from router_house import SECONDS, house, served
-from service_fakes import eventually
+from storage_fakes import eventually
 
 from lmc.blend.markers import Markers
 from lmc.commands.top import complete, top

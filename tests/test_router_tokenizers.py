@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from forked import context
 from router_house import house
-from service_fakes import eventually
+from storage_fakes import eventually
 from transformers import AutoTokenizer
 
 from lmc.errors import ConfigError
@@ -114,7 +114,7 @@ def ready(built):
     """The tokenizers, when they can be asked, and their only process."""
     tokenizers = built.router.application.proxy.tokenizers
     eventually(lambda: "echo" in tokenizers)
-    (process,) = tokenizers._pool._processes.values()
+    (process,) = multiprocessing.active_children()
     return tokenizers, process
 
 

@@ -10,7 +10,7 @@ from http.client import HTTPConnection
 import aiohttp
 from echo_engine import EchoEngine, respond
 from router_house import house, served
-from service_fakes import eventually
+from storage_fakes import eventually
 
 from lmc.blend.markers import Markers
 from lmc.router import client, discovery, document_tokens

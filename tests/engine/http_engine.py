@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -12,18 +11,13 @@ from pathlib import Path
 import httpx
 import psutil
 from lab import BLOCK
+from storage_fakes import free_port
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "lmc/demo/small_model/model"
 SMALL = f"--dtype float32 --enforce-eager --block-size {BLOCK}"
 APART = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL")  # which other tests have set in this process
 START_SECONDS = 600  # after which it hangs; a busy machine takes long
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return free.getsockname()[1]
 
 
 class HttpEngine:

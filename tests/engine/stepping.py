@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lab import Lab
+from storage_fakes import eventually
 from tier_wrappers import Faulty
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -144,11 +145,7 @@ def only_on_disk(lab: Lab) -> None:
 
 def threads_are_done(lab: Lab) -> None:
     """Loads that were given up end when their thread next looks."""
-    store = lab.store
-    end = time.monotonic() + SECONDS
-    while store._state._loads or store.held():
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    eventually(lambda: not lab.store.held())
 
 
 def change_batches(monkeypatch: Any, change: Callable[[Any, Any], None]) -> None:

@@ -129,7 +129,3 @@ def test_answers_are_right_while_the_server_is_away_and_hits_come_back_with_it(f
     eventually_alone(lambda: first.store.held() == 0)  # The other engine saves behind its answer, and counts, too.
     first.check_idle()
     assert server.stop() == 0
-
-
-def test_the_log_says_where_the_chunks_are(first, caplog):
-    assert "of the cache server at" in first.connector._summary(first.lmc.engine, blends=True)

@@ -89,7 +89,7 @@ def test_six_requests_at_once(lab):
     prompts = [first.tokens, plain[0], second.tokens, plain[1], first.tokens, plain[2]]
     wanted = [lab.vanilla(tokens) for tokens in prompts]
     lab.learn(DOCUMENTS)
-    forget_pages(lab)
+    lab.forget_pages()
     exact = [first.blend(ratio=1.0), None, second.blend(ratio=1.0), None, first.blend(ratio=1.0), None]
     found = lab.ask_all(list(zip(prompts, exact, strict=True)))
     assert [same(a, b) for a, b in zip(found, wanted, strict=True)] == [True] * 6
@@ -109,12 +109,5 @@ def only_documents_are_known(lab):
     prompt = Prompt(ORDER)
     wanted = lab.vanilla(prompt.tokens)
     lab.learn(DOCUMENTS)
-    forget_pages(lab)
+    lab.forget_pages()
     return prompt, wanted
-
-
-def forget_pages(lab) -> None:
-    """Forget exact chunks, so that only documents can be reused."""
-    lab.store.flush()
-    for key in {key for key, _ in lab.lmc.engine.index._blocks.values()}:
-        lab.store.forget(key)

@@ -28,8 +28,7 @@ def shared(models, tmp_path_factory):
 @pytest.fixture
 def lab(shared):
     """The engine with empty caches, an honest disk and the documents learned; proven to hold nothing afterwards."""
-    scheduler = shared.lmc
-    disk, clock = shared.tiers[0], scheduler._setup.clock
+    disk, clock = shared.tiers[0], shared.setup.clock
     shared.forget()
     shared.learn(DOCUMENTS)
     poison()
@@ -37,7 +36,7 @@ def lab(shared):
     shared.settle()
     threads_are_done(shared)
     shared.tiers[0] = disk
-    scheduler._setup.clock = clock
+    shared.setup.clock = clock
     shared.check()
 
 
@@ -240,7 +239,7 @@ def test_an_abort_while_documents_are_learned(lab, steps):
     steps.abort(name)
     lab.check()
     lab.forget_prefixes()
-    forget_pages(lab)
+    lab.forget_pages()
     poison()
     out = lab.ask(PROMPT.tokens, PROMPT.blend(**EXACT))
     assert facts(out)["reused_tokens"] == sum(map(len, DOCUMENTS))
@@ -249,12 +248,6 @@ def test_an_abort_while_documents_are_learned(lab, steps):
 
 def right_start(lab, out) -> bool:
     return answer(out) == answer(lab.wanted[len(PROMPT.tokens)])[: len(answer(out))]
-
-
-def forget_pages(lab) -> None:
-    lab.store.flush()
-    for key in {key for key, _ in lab.lmc.engine.index._blocks.values()}:
-        lab.store.forget(key)
 
 
 # -- what a worker finds ----------------------------------------------------------------------------------------------
@@ -398,7 +391,7 @@ def test_a_preempted_blend_leaves_nothing_approximate_behind(lab, steps, ratio):
         plain = lab.ask(PROMPT.tokens)
         assert right(lab, plain, PROMPT.tokens)
         lab.forget_prefixes()
-        forget_pages(lab)
+        lab.forget_pages()
 
 
 def test_a_plain_request_that_is_preempted_loads_what_it_had_saved(lab, steps):

@@ -31,10 +31,6 @@ def lab(shared):
     shared.check()
 
 
-def same(found, wanted) -> bool:
-    return agree(found, wanted)
-
-
 def relearn(lab) -> None:
     lab.learn(DOCUMENTS)
     poison()
@@ -52,7 +48,7 @@ def test_plain_requests_after_any_blends_get_what_was_never_blended(lab):
     assert answer(blended[0]) == said
     for caches in ("the engine's and ours", "ours"):
         found = [lab.ask(tokens) for tokens in plain]
-        assert [same(a, b) for a, b in zip(found, wanted, strict=True)] == [True] * len(plain), caches
+        assert [agree(a, b) for a, b in zip(found, wanted, strict=True)] == [True] * len(plain), caches
         lab.forget_prefixes()
         poison()
 
@@ -80,14 +76,14 @@ def test_plain_and_blended_requests_in_the_same_steps_do_not_mix(lab):
     wishes = [PROMPT.blend(**wish) for wish in APPROXIMATE]
     # Plain ones last: a blend behind one would begin with that one's exact blocks, and repair less.
     found = lab.ask_all([(PROMPT.tokens, wish) for wish in [*wishes, None, None, None]])
-    assert [same(out, wanted) for out in found[-3:]] == [True] * 3
+    assert [agree(out, wanted) for out in found[-3:]] == [True] * 3
     alone = []
     for wish in wishes:
         lab.forget()
         relearn(lab)
         alone.append(lab.ask(PROMPT.tokens, wish))
-    assert [same(a, b) for a, b in zip(found, alone, strict=False)] == [True] * len(wishes)
-    assert not any(same(out, wanted) for out in alone), "the control: they are approximate"
+    assert [agree(a, b) for a, b in zip(found, alone, strict=False)] == [True] * len(wishes)
+    assert not any(agree(out, wanted) for out in alone), "the control: they are approximate"
 
 
 def test_the_same_blend_again_finds_its_own_blocks(lab):
@@ -97,7 +93,7 @@ def test_the_same_blend_again_finds_its_own_blocks(lab):
     again = lab.ask(PROMPT.tokens, wish)
     assert lab.numbers["blends"] == blends
     assert again.num_cached_tokens >= (len(PROMPT.tokens) - 1) // BLOCK * BLOCK
-    assert same(again, first)
+    assert agree(again, first)
 
 
 @pytest.mark.parametrize("change", ["ratio", "question", "documents"])
@@ -115,7 +111,7 @@ def test_another_blend_does_not_find_them(lab, change):
     assert facts(out)["reused_tokens"] == sum(stop - start for start, stop in wish["documents"])
     lab.forget()
     relearn(lab)
-    assert same(out, lab.ask(tokens, wish))
+    assert agree(out, lab.ask(tokens, wish))
 
 
 def test_several_answers_to_one_prompt_go_on_from_one_blend(lab):
@@ -136,14 +132,14 @@ def test_a_tenant_gets_no_byte_of_another(lab):
         out = lab.ask(PROMPT.tokens, PROMPT.blend(strategy="none"), salt=salt)
         assert facts(out) == {"unknown_documents": 4}
         assert out.num_cached_tokens == 0
-        assert same(out, wanted)
+        assert agree(out, wanted)
         out = lab.ask(plain, salt=salt)
         assert facts(out) == {}
         assert out.num_cached_tokens == 0
-        assert same(out, wanted_plain)
+        assert agree(out, wanted_plain)
     again = lab.ask(plain, salt="a")
     assert again.num_cached_tokens > 0
-    assert same(again, wanted_plain)
+    assert agree(again, wanted_plain)
 
 
 def test_what_a_tenant_teaches_is_only_for_it(lab):
@@ -167,7 +163,7 @@ def test_generated_tokens_are_loaded_in_the_next_turn(lab):
     poison()
     found = lab.ask(second, None, 50)
     assert facts(found)["exact_tokens"] == 499 // BLOCK * BLOCK, "the last sampled token has no KV"
-    assert same(found, wanted)
+    assert agree(found, wanted)
 
 
 def test_a_request_that_wants_no_blend_gets_none(lab):
@@ -175,7 +171,7 @@ def test_a_request_that_wants_no_blend_gets_none(lab):
     relearn(lab)
     found = lab.ask(PROMPT.tokens, PROMPT.blend(blend=False))
     assert facts(found) == {}
-    assert same(found, wanted)
+    assert agree(found, wanted)
 
 
 def test_logprobs_of_the_prompt_are_computed_not_loaded(lab):
@@ -186,4 +182,4 @@ def test_logprobs_of_the_prompt_are_computed_not_loaded(lab):
     found = [lab.ask(PROMPT.tokens, PROMPT.blend(strategy="none"), prompt_logprobs=0) for _ in range(2)]
     for out in found:
         assert out.prompt_logprobs[1:] == wanted.prompt_logprobs[1:]
-        assert same(out, wanted)
+        assert agree(out, wanted)

@@ -30,11 +30,16 @@ def shared(models, shared_engine):
 ASKED = {"exact": EXACT, "blend": PROMPT.tokens, "plain": PLAIN}
 
 
+def guards_of(lab):
+    """What catches errors on the scheduler's side and on the worker's."""
+    return [side._guard for side in (lab.connector, get_kv_transfer_group())]
+
+
 @pytest.fixture
 def lab(shared):
     """The engine, with documents and a prefix stored, and nothing in its own cache."""
     lab, _ = shared
-    guards = lab.connector._guard, get_kv_transfer_group()._guard
+    guards = guards_of(lab)
     lab.forget()
     lab.learn(DOCUMENTS)
     lab.ask(EXACT)
@@ -80,15 +85,14 @@ LAST = {"plan", "outcome", "report"}
     ],
 )
 def test_an_error_in_a_hook_is_a_miss(shared, lab, monkeypatch, name, when):
-    side, owner = (lab.connector, lab.lmc) if name not in WORKER else (get_kv_transfer_group(), worker())
-    raised = plant(monkeypatch, owner, name, when)
+    raised = plant(monkeypatch, worker() if name in WORKER else lab.lmc, name, when)
     found = ask_all(lab)
     lab.settle()
     if name in ("sources", "numbers") and not raised:
         numbers = lab.connector.get_kv_connector_stats  # Statistics are off in this engine.
         numbers() if name == "numbers" else lab.connector.get_external_cache_hit_sources(Request(), 1)
     assert raised
-    assert side._guard.errors.total() == 1
+    assert guards_of(lab)[name in WORKER].errors.total() == 1
     assert all(agree(one, wanted) for one, wanted in zip(found, shared[1].values(), strict=True))
     assert all(agree(one, wanted) for one, wanted in zip(ask_all(lab), shared[1].values(), strict=True))
 
@@ -111,7 +115,7 @@ def test_lmc_switches_itself_off_if_errors_go_on(shared, lab, monkeypatch, caplo
             lab.forget_prefixes()
             assert all(agree(one, wanted) for one, wanted in zip(found, shared[1].values(), strict=True))
     assert lab.lmc.off
-    assert lab.connector._guard.status.startswith("off: ")
+    assert guards_of(lab)[0].status.startswith("off: ")
     assert sum("switched itself off" in record.message for record in caplog.records) == 1
     assert sum("lmc failed in" in record.message for record in caplog.records) == 1
     monkeypatch.undo()

@@ -18,8 +18,9 @@ import httpx
 import msgspec
 import pytest
 import zmq
-from http_engine import MODEL, HttpEngine, free_port
+from http_engine import MODEL, HttpEngine
 from lab import BLOCK, words
+from storage_fakes import free_port
 from transformers import AutoTokenizer
 
 sys.path.append(str(Path(__file__).parent.parent))

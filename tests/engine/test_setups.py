@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from lab import SIZES, Prompt, answer, distance, engine, facts, words
-from stepping import poison
+from stepping import change_batches, poison
 
 from lmc.connectors.vllm.scheduler.admin import Administration
-from lmc.connectors.vllm.worker.native import NativeLayers
 
 pytestmark = pytest.mark.long
 
@@ -41,19 +40,14 @@ class Said(logging.Handler):
 
 
 def test_an_engine_whose_self_test_fails_does_not_blend_and_explains_that(models, monkeypatch):
-    common = NativeLayers._common
+    def late(batch, positions):
+        batch.seq_lens = batch.seq_lens_cpu_upper_bound = batch.seq_lens - 1  # nobody sees the last key
 
-    def late(self, positions, blocks):
-        found = common(self, positions, blocks)
-        found.seq_lens = found.seq_lens_cpu_upper_bound = found.seq_lens - 1  # nobody sees the last key
-        return found
-
-    monkeypatch.setattr(NativeLayers, "_common", late)
+    change_batches(monkeypatch, late)
     with engine(models("llama")) as broken:
-        scheduler = broken.lmc
         asked = {"prompt_token_ids": words(300, 3), "lmc": {"documents": [[10, 200]]}}
-        found = Administration(scheduler._setup, scheduler.recent).explain(asked)
-        assert "self-test" in found["why"]
+        found = Administration(broken.setup, broken.lmc.recent).explain(asked)
+        assert "the self-test failed" in found["why"]
         assert found["reused_tokens"] == 0
         assert [one["why"] for one in found["documents"]]
 

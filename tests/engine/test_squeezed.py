@@ -37,7 +37,7 @@ def shared(models, tmp_path_factory):
 
 
 @pytest.fixture
-def lab(shared):
+def lab(shared, monkeypatch):
     """The engine with the documents on disk; proven to hold nothing afterwards."""
     shared.forget()
     shared.learn(DOCUMENTS)
@@ -50,9 +50,9 @@ def lab(shared):
         shared.preempted.append(request.num_prompt_tokens)
         return original(request, *arguments, **named)
 
-    shared.scheduler._preempt_request = preempt
+    monkeypatch.setattr(shared.scheduler, "_preempt_request", preempt)
     yield shared
-    shared.scheduler._preempt_request = original
+    monkeypatch.undo()
     shared.settle()
     threads_are_done(shared)
     shared.check()
