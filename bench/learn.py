@@ -97,7 +97,7 @@ def lost(folder: Path, tokenizer: Any) -> int:
         namespace, there = engine.namespace(RecordKind.DOCUMENT), records(folder / "disk")
         named = {json.loads(line)["id"] for line in (folder / "manifest.jsonl").read_text().splitlines()}
         missing = 0
-        for document in read_documents(str(folder / "documents.jsonl")):
+        for document in read_documents(str(folder / "documents.jsonl")).documents:
             (tokens,) = document_tokens(tokenizer.encode, markers, SEPARATOR, document.text)
             missing += document.id in named and not there.issuperset(engine.document_keys(tokens, namespace))
     return missing

@@ -31,7 +31,7 @@ from vllm_server import Program, Server, free_port
 from lmc.blend.markers import Markers
 from lmc.blend.segments import document_tokens
 from lmc.config.settings import Settings
-from lmc.connectors.transformers.hf import kv_shape
+from lmc.connectors.transformers.hf import model_facts
 from lmc.demo import REAL
 from lmc.demo.questions import TOP, Retriever, read_collection
 from lmc.keys import chunk_bounds
@@ -148,7 +148,7 @@ def main() -> None:
     arguments.add_argument("--policies", default="round_robin,documents")
     options = arguments.parse_args()
     asked, chunks = work(options.model, options.requests)
-    shape = kv_shape(options.model, "float32")
+    shape = model_facts(options.model, "float32").shape
     memory = options.share * chunks * shape.layers * shape.part_bytes(Settings().chunk_size) / GIB
     found: dict[str, Any] = {}
     for policy in options.policies.split(","):

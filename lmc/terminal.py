@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -14,6 +15,9 @@ from lmc.keys import MAX_TTL_SECONDS
 
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
+MAX_NAMES = 10  # names that `some_of` shows
+# The characters that a terminal obeys, and those that reverse the direction of writing.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 PIPE_COLUMNS = 1 << 16  # width of a file or pipe, so that lines are not wrapped
 
 
@@ -39,6 +43,17 @@ def seconds_of(text: str) -> float:
 def counted(count: int, noun: str) -> str:
     """Return a count with its noun, whose plural must be regular."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Return the first names of a list, and the number of the others."""
+    rest = len(names) - MAX_NAMES
+    return ", ".join(names[:MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def printable(text: str) -> str:
+    """Return a text with its control characters escaped, except line ends and tabs, so that a terminal shows them."""
+    return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def all_of(count: int, noun: str) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import io
 import json
 import os
 import re
@@ -16,11 +17,13 @@ from urllib.request import Request, urlopen
 
 import pytest
 from http_stub import http_stub
+from rich.console import Console
 from storage_fakes import DictTier, free_port
 from test_cli import lmc
 from test_vllm_scheduler import counted, pretend
 from vllm_fakes import DOC_A, DOC_B, Adapter, Lab, hashes_of, learn, prompt
 
+from lmc.commands.administration import document_table
 from lmc.connectors.vllm.scheduler.admin import Administration, serve, serve_if_wanted
 from lmc.errors import ConfigError, InputError
 from lmc.http import server as http_server
@@ -606,3 +609,41 @@ def test_a_data_parallel_engine_says_where_it_publishes_itself():
     setup.settings = setup.settings.model_copy(update={"document_events": "tcp://*:5558, tcp://*:6558"})
     assert Administration(setup, requests, 2).routing()["document_events"] == "tcp://*:5560,tcp://*:6560"
     assert Administration(setup, requests).routing()["document_events"] == "tcp://*:5558,tcp://*:6558"
+
+
+def test_control_characters_of_documents_and_their_names_are_shown_escaped(make):
+    """A client may name a document, and its text may be anything: a terminal would obey it."""
+
+    class Colourful(Words):
+        def decode(self, tokens):
+            return "red \x1b[31m and \x1b]0;title\x07\r\x9b\u202e,\tbut\nreadable"
+
+    lab = make()
+    found = administration(lab, tokenizer=Colourful())
+    lab.serve("one", DOC_A, {"learn": True, "name": "a\x1b[2J.txt"})
+    with endpoint(found) as address:
+        (shown_id,) = (
+            one["id"] for one in json.loads(lmc("documents", "list", "--url", address, "--json")[1])["documents"]
+        )
+        out = lmc("documents", "show", shown_id, "--url", address)[1]
+        listed = lmc("documents", "list", "--url", address)[1]
+    assert r"red \x1b[31m and \x1b]0;title\x07\r\x9b\u202e," in out
+    assert "but\nreadable" in out
+    assert r"a\x1b[2J.txt" in listed
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", out + listed)
+
+
+def test_a_list_of_documents_fits_into_80_columns():
+    document = {
+        "id": "0123456789abcdef", "name": "a/long/folder/with/a/long name of a file.md", "begins": "", "model": "m",
+        "tenant": "",
+        "tokens": 98_765, "places": ["host", "disk"], "uses": 1234, "used": 1.79e9, "pinned": True, "expires": 1.8e9,
+    }  # fmt: skip
+    screen = io.StringIO()
+    listed = document, document | {"pinned": False, "expires": 0, "name": "b"}
+    Console(file=screen, width=80).print(document_table(listed))
+    lines = screen.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    for value in ("0123456789ab", "98765", "1234 ", "09-21 "):
+        assert screen.getvalue().count(value) == 2
+    assert len(lines) <= 5

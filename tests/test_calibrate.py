@@ -12,7 +12,14 @@ from typer.testing import CliRunner
 from lmc.blend.markers import Markers
 from lmc.blend.segments import join, split
 from lmc.commands.calibrate.measure import BLIND, RATIOS, Measured, Measurement, Numbers
-from lmc.commands.calibrate.prompts import ANSWER_TOKENS, ASK, CalibrationPrompts, collect, questions_about
+from lmc.commands.calibrate.prompts import (
+    ANSWER_TOKENS,
+    ASK,
+    CalibrationPrompts,
+    collect,
+    questions_about,
+    read_inputs,
+)
 from lmc.commands.calibrate.verdict import judge, reads_documents, report_of, table, yaml_lines
 from lmc.commands.cli import app
 from lmc.config.settings import Settings
@@ -164,7 +171,7 @@ def test_long_texts_are_cut_between_words_and_nothing_is_lost(tmp_path: Path) ->
     text = "\n".join(f"owner of goose is the old miller {number} ." for number in range(100))
     (tmp_path / "a.txt").write_text(text)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    documents = list(collect(tmp_path, None, tokenizer, 2048).documents.values())
+    documents = list(collect(read_inputs(tmp_path, None), tokenizer, 2048).documents.values())
     assert "\n".join(documents).split() == text.split()
     assert all("\n" in document for document in documents)
     lengths = [len(tokenizer.encode(document, add_special_tokens=False)) for document in documents]
@@ -187,7 +194,7 @@ def test_a_prompt_holds_the_documents_between_separators_and_ends_with_the_known
         )
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokenizer.chat_template = "<{{ messages[0]['content'] }}>"
-    collection = collect(tmp_path, None, tokenizer, 2048)
+    collection = collect(read_inputs(tmp_path, None), tokenizer, 2048)
     prompts = CalibrationPrompts(collection, tokenizer, " # # ")
     prompt = prompts.prompt(0)
     separator = tuple(tokenizer.encode(" # # ", add_special_tokens=False))
@@ -266,8 +273,8 @@ def test_random_weights_are_not_worth_it(random_checkpoint: Path, monkeypatch: p
     ("words", "message"),
     [
         (["/nowhere/at/all", "--documents", DOCUMENTS], "the directory does not exist"),
-        ([MODEL, "--documents", "nowhere"], "nowhere has no .txt or .md files with text"),
-        ([MODEL, "--documents", MODEL], "has no .txt or .md files with text"),
+        ([MODEL, "--documents", "nowhere"], "nowhere does not exist: use a directory of text files"),
+        ([MODEL, "--documents", MODEL], "has no documents with text: not read: "),
         ([DOCUMENTS, "--documents", DOCUMENTS], "cannot load a causal language model from "),
         (
             [MODEL, "--documents", DOCUMENTS, "--agreement", "1.5"],
@@ -291,7 +298,7 @@ def test_documents_without_a_sentence_need_questions(tmp_path: Path) -> None:
     (tmp_path / "numbers.txt").write_text("1 2 3 4 5 6 7 8 9 10 11 12")
     code, _, err = lmc(MODEL, "--documents", tmp_path)
     assert code == 2
-    assert "has no sentence of 8 to 40 words to make questions of: use --questions" in err
+    assert "the documents have no sentence of 8 to 40 words to make questions of: use --questions" in err
 
 
 def test_documents_that_are_too_short_to_be_blended_are_named(tmp_path: Path) -> None:

@@ -482,7 +482,7 @@ def test_documents_without_text_are_named(tmp_path: Path, content: bytes) -> Non
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--documents", "nowhere"], "nowhere has no .txt or .md files with text"),
+        (["--documents", "nowhere"], "nowhere does not exist: use a directory of text files"),
         (["--questions", "nowhere.json"], "cannot read nowhere.json"),
         (["--questions", str(SMALL / "documents" / "inn-01.txt")], "is not valid JSON"),
         (["--model", "/nowhere/at/all"], "the directory does not exist"),

@@ -400,6 +400,9 @@ class TestLMCache:
             "save_unfull_chunk",
             "blend_check_layers",
             "blend_thresholds",
+            "log_level",
+            "rpc_port",
+            "skip_last_n_tokens",
         ],
     )
     def test_a_setting_that_changes_nothing_is_accepted_with_one_warning(
@@ -417,6 +420,17 @@ class TestLMCache:
             assert name in record.getMessage().lower()
             assert str(ignored(name)) in record.getMessage()
             caplog.clear()
+
+    def test_what_production_stack_gives_a_connector_is_ignored_with_reasons(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        extra = {"discard_partial_chunks": False, "lmcache_rpc_port": "producer1", "skip_last_n_tokens": 1}
+        settings = Settings.load(extra, environ={"LMCACHE_LOG_LEVEL": "DEBUG"})
+        assert settings.model_dump() == Settings().model_dump()
+        (record,) = caplog.records
+        for name in (*extra, "LMCACHE_LOG_LEVEL"):
+            assert name in record.getMessage()
+        assert "LMC_LOG_LEVEL" in record.getMessage()
 
     def test_ignored_settings_share_one_warning(self, caplog: pytest.LogCaptureFixture) -> None:
         Settings.load({"local_cpu": False, "numa_mode": "auto", "extra_config": {"anything": 1}}, environ={})

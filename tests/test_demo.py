@@ -58,6 +58,18 @@ def test_a_directory_that_is_called_as_a_text_is_none(tmp_path: Path) -> None:
     assert read_texts(tmp_path) == {"a": "one"}
 
 
+def test_texts_are_read_as_by_lmc_learn_and_those_that_cannot_be_are_named(tmp_path: Path, capsys) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone")
+    (tmp_path / "latin1.md").write_bytes(b"caf\xe9")
+    (tmp_path / "broken.md").symlink_to(tmp_path / "nowhere")
+    assert read_texts(tmp_path) == {"a": "one"}
+    named = capsys.readouterr().err
+    assert "latin1.md: cannot read " in named
+    assert "broken.md: it is a broken link" in named
+    (tmp_path / "d.jsonl").write_text('{"text": "one"}')
+    assert read_texts(tmp_path / "d.jsonl") == {"d.jsonl:1": "one"}
+
+
 def test_every_answer_stands_in_a_passage_that_bm25_finds(collection: Collection) -> None:
     assert len(collection.documents) >= 150
     assert len(collection.questions) >= 80

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -19,14 +20,15 @@ from http_stub import http_stub
 from rich.console import Console
 from storage_fakes import eventually
 from test_cli import lmc, without_torch
+from transformers import AutoTokenizer
 
 from lmc.commands.learn.learners import Retention, Stored
 from lmc.commands.learn.manifest import Manifest
-from lmc.commands.learn.run import LearnRun
+from lmc.commands.learn.run import LearnRun, parts_of
 from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.demo import SHIPPED
-from lmc.documents.sources import Document, read_documents
+from lmc.documents.sources import Corpus, Document, read_documents
 from lmc.errors import InputError
 from lmc.rag import messages
 from lmc.terminal import seconds_of
@@ -48,40 +50,38 @@ def test_a_directory_is_read_with_all_below_it(tmp_path: Path) -> None:
     for name, text in {"a.txt": " one\n", "below/b.md": "two", "c.pdf": "no text", "empty.txt": " \n"}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert read_documents(str(tmp_path)) == [Document("a.txt", "one"), Document("below/b.md", "two")]
+    assert read_documents(str(tmp_path)).documents == [Document("a.txt", "one"), Document("below/b.md", "two")]
 
 
 def test_lines_of_json_are_read_from_a_file_and_from_standard_input(tmp_path: Path, monkeypatch) -> None:
     lines = '{"id": 7, "text": " one\\n"}\n\n{"id": "b", "text": "two\\u2028three", "more": 1}\n'
     (tmp_path / "d.jsonl").write_text(lines)
     found = [Document("7", "one"), Document("b", "two\u2028three")]
-    assert read_documents(str(tmp_path / "d.jsonl")) == found
+    assert read_documents(str(tmp_path / "d.jsonl")).documents == found
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
-    assert read_documents("-") == found
+    assert read_documents("-").documents == found
     (tmp_path / "e.jsonl").write_text('{"key": "a", "body": "one"}')
-    assert read_documents(str(tmp_path / "e.jsonl"), "key", "body") == [Document("a", "one")]
+    assert read_documents(str(tmp_path / "e.jsonl"), "key", "body").documents == [Document("a", "one")]
 
 
 def test_a_file_whose_name_is_no_unicode_is_a_document_with_a_name_that_can_be_sent(tmp_path: Path) -> None:
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.txt")).write_text("one")
     found = [Document("\\xff.txt", "one")]
-    assert read_documents(str(tmp_path)) == read_documents(str(next(tmp_path.iterdir()))) == found
+    for source in (tmp_path, next(tmp_path.iterdir())):
+        assert read_documents(str(source)).documents == found
 
 
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ('{"id": "a", "text": "one"}\n{"id": "a", "text": "two"}', "two documents with the id 'a'"),
-        ('{"id": "a", "text": "one"}\nnothing', "line 2 is not valid JSON"),
+        ("nothing\nnothing", "line 2: it is not valid JSON"),
         ("a text", "name the file of a single text with .txt or .md at the end"),
-        ("[1]", 'line 1 is not a JSON object: use an object such as {"id": "a", "text": "…"} on each line'),
-        (
-            '{"name": "a", "text": "one"}',
-            "line 1 has no field 'id': use --id and --text to choose from name, text",
-        ),
-        ('{"id": "a", "text": 3}', "line 1: 'text' must be a text"),
-        ('{"id": null, "text": "one"}', "line 1: 'id' must be a text or a whole number"),
-        ('{"id": "\\ud800", "text": "one"}', "line 1: 'id' must be a text or a whole number"),
+        ("[1]", 'entry 1: it is not a JSON object: use an object such as {"id": "a", "text": "…"} on each line'),
+        ('{"name": "a", "body": "one"}', "it has no 'text': use --text to choose from name, body"),
+        ('{"id": "a", "text": 3}', "entry 1: 'text' must be a text"),
+        ('{"id": "a", "text": null}', "entry 1: it has no 'text'"),
+        ('{"id": [1], "text": "one"}', "entry 1: 'id' must be a text or a whole number"),
+        ('{"id": "\\ud800", "text": "one"}', "entry 1: 'id' must be a text or a whole number"),
         ('{"id": "a", "text": " "}', "has no documents with text"),
     ],
 )
@@ -119,6 +119,69 @@ def test_an_empty_directory_is_said_to_have_no_documents(tmp_path: Path) -> None
         read_documents(str(tmp_path))
 
 
+def test_files_as_they_are_in_the_wild_are_read_or_named(tmp_path: Path) -> None:
+    """One file that cannot be read stopped everything; other endings were left out without a word."""
+    files = {
+        "a.txt": b"\xef\xbb\xbfwith a mark", "b.TXT": b"upper", "c.markdown": b"# c", "d.rst": b"d\n=", "f.csv": b"x,y",
+        "e.HTML": b"<p>e</p>", "latin1.txt": "café".encode("latin-1"), "broken.md": b"\xf0\x9f", "g.pdf": b"%PDF",
+        "h.json": b"[]", "LICENSE": b"text", "blank.txt": b" \n", ".hidden.txt": b"no", ".git/config.md": b"no",
+        "node_modules/x/README.md": b"no", "below/again.md": b" upper\n", "crlf.txt": b"one\r\ntwo",
+    }  # fmt: skip
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "gone.md").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "linked").symlink_to(tmp_path / "below")
+    (tmp_path / "folder.txt").mkdir()
+    corpus = read_documents(str(tmp_path))
+    assert [(document.id, document.text) for document in corpus.documents] == [
+        ("a.txt", "with a mark"),
+        ("b.TXT", "upper"),
+        ("c.markdown", "# c"),
+        ("crlf.txt", "one\ntwo"),
+        ("d.rst", "d\n="),
+        ("e.HTML", "<p>e</p>"),
+        ("f.csv", "x,y"),
+    ]
+    assert corpus.skipped.keys() == {"latin1.txt", "broken.md", "gone.md"}
+    assert "as UTF-8 text" in corpus.skipped["latin1.txt"]
+    unread, repeated = corpus.notes
+    for kind in ("1 .pdf file", "1 .json file", "1 other file", "1 linked folder"):
+        assert kind in unread
+    assert "below/again.md (as b.TXT)" in repeated
+
+
+def test_json_as_it_is_in_the_wild_is_read_or_its_lines_are_named(tmp_path: Path) -> None:
+    def entry(text: str | None, source: str) -> dict[str, Any]:
+        return {"id": None, "page_content": text, "metadata": {"source": source}}
+
+    entries = [entry("one", "a.pdf"), entry("two", "a.pdf"), entry(None, "b.pdf"), entry("three", "b.pdf"), 7]
+    (tmp_path / "d.jsonl").write_text("\ufeff" + "\n".join([*map(json.dumps, entries), "{"]))
+    (tmp_path / "d.json").write_text(json.dumps(entries, indent=1))
+    (tmp_path / "one.json").write_text(json.dumps(entries[0], indent=1))
+    numbered = [("1", "one"), ("2", "two"), ("4", "three")]
+    for name, label, skipped in (("d.jsonl", "line", [3, 5, 6]), ("d.json", "entry", [3, 5])):
+        corpus = read_documents(str(tmp_path / name), text_field="page_content")
+        assert corpus.documents == [Document(f"{name}:{number}", text) for number, text in numbered]
+        assert list(corpus.skipped) == [f"{name}, {label} {number}" for number in skipped]
+        named = read_documents(str(tmp_path / name), "metadata.source", "page_content").documents
+        assert [document.id for document in named] == ["a.pdf", "a.pdf (2)", "b.pdf"]
+    (one,) = read_documents(str(tmp_path / "one.json"), text_field="page_content").documents
+    assert one.text == "one"
+    assert "it has no 'key': use --id" in lmc("size", MODEL, "--documents", tmp_path / "d.json", "--id", "key")[2]
+
+
+def test_a_glob_chooses_files_of_a_directory(tmp_path: Path) -> None:
+    for name, text in {"a.md": "a", "b.log": "b", "below/c.jsonl": '{"text": "c"}', ".d.log": "d"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    corpus = read_documents(str(tmp_path), patterns=["**/*.log", "below/*"])
+    assert corpus.documents == [Document("b.log", "b"), Document("below/c.jsonl:1", "c")]
+    assert (corpus.skipped, corpus.notes) == ({}, [])
+    with pytest.raises(InputError, match="leave --glob out"):
+        read_documents(str(tmp_path / "a.md"), patterns=["*"])
+
+
 # -- a model in this process ------------------------------------------------------------------------------------------
 
 
@@ -139,6 +202,44 @@ def test_documents_that_a_model_has_learned_are_found_in_a_prompt(tmp_path: Path
 
     code, out, _ = lmc(*words)
     assert (code, f"{len(TEXTS)} of {len(TEXTS)} documents were learned before" in out) == (0, True)
+
+
+def test_what_cannot_be_read_or_learned_is_named_and_all_else_is_learned(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "good.txt").write_text("owner of lamp Tara .")
+    (texts / "latin1.txt").write_bytes(b"caf\xe9")
+    special = AutoTokenizer.from_pretrained(MODEL).all_special_tokens[0]
+    (texts / "special.txt").write_text(f"owner {special} of lamp")
+    (texts / "long.txt").write_text("\n".join(f"owner of lamp Tara {number} ." for number in range(700)))
+    words = "learn", texts, "--model", MODEL, "--local-disk", tmp_path / "disk"
+    code, out, _ = lmc(*words)
+    assert (code, "1 document learned" in out) == (1, True)
+    assert "latin1.txt was not learned: cannot read " in out
+    assert "special.txt was not learned: it contains special tokens of the model" in out
+    assert re.search(r"long.txt was not learned: .* has \d+ tokens, and --split cuts it into parts", out)
+    code, out, _ = lmc("learn", texts, "--url", "http://127.0.0.1:9", "--dry-run")
+    assert (code, "latin1.txt was not learned" in out) == (1, True)
+
+    found = json.loads(lmc(*words, "--split", "--json")[1])
+    assert found["failed"].keys() == {"latin1.txt", "special.txt"}
+    assert found["learned"] > 1
+    size = json.loads(lmc("size", MODEL, "--documents", texts, "--json")[1])
+    assert (size["documents"], size["skipped"].keys()) == (1, {"latin1.txt", "special.txt", "long.txt"})
+    size = json.loads(lmc("size", MODEL, "--documents", texts, "--split", "--json")[1])
+    assert (size["documents"], size["skipped"].keys()) == (found["learned"] + 1, {"latin1.txt", "special.txt"})
+
+
+def test_a_long_text_is_cut_between_paragraphs_lines_and_words_and_nothing_is_lost() -> None:
+    def words(text: str) -> int:
+        return len(text.split())
+
+    text = "\n\n".join(f"title {number}\n" + "a few words " * 10 for number in range(9))
+    parts = parts_of(text, 50, words)
+    assert " ".join(parts).split() == text.split()
+    assert all(words(part) <= 50 and part.startswith("title ") for part in parts)
+    assert parts_of("文" * 100, 30, len) == ["文" * 25] * 4
+    assert parts_of("short", 30, len) == ["short"]
 
 
 def test_a_changed_document_is_learned_and_a_dry_run_learns_nothing(tmp_path: Path) -> None:
@@ -265,6 +366,55 @@ def test_what_size_cannot_read_is_said(tmp_path: Path) -> None:
     assert "does not exist" in lmc("size", MODEL, "--documents", tmp_path / "none")[2]
 
 
+@pytest.mark.parametrize(
+    ("config", "token", "said"),
+    [
+        # 576 values of 2 bytes in each of 61 layers
+        (
+            {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 61},
+            70272,
+            "only equal beginnings of prompts are reused: DeepseekV3ForCausalLM has not been tested",
+        ),
+        (
+            {
+                "model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"],
+                "text_config": {"num_hidden_layers": 34, "num_key_value_heads": 4, "head_dim": 256},
+            },
+            34 * 2 * 4 * 256 * 2,
+            "Gemma3ForConditionalGeneration has not been tested",
+        ),
+        (
+            {
+                "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 4096,
+                "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096,
+            },
+            131072,
+            "cannot be blended, and only equal beginnings of prompts are reused: its attention has a sliding window",
+        ),
+        (
+            {
+                "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32,
+                "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096,
+            },
+            131072,
+            "documents can be blended by vLLM with lmc (LlamaForCausalLM)",
+        ),
+    ],
+)  # fmt: skip
+def test_sizes_of_popular_models_are_those_of_their_kv(
+    tmp_path: Path, config: dict[str, Any], token: int, said: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    code, out, _ = lmc("size", tmp_path)
+    assert (code, f"{token} bytes a token" in out, said in out) == (0, True, True), out
+
+
+def test_a_model_with_a_state_is_not_served(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "jamba", "architectures": ["JambaForCausalLM"]}))
+    code, _, err = lmc("size", tmp_path)
+    assert (code, "it has layers with a state (" in err) == (2, True)
+
+
 def test_times() -> None:
     assert [seconds_of(text) for text in ("90", "1.5s", "30m", "12h", "7d")] == [90, 1.5, 1800, 43200, 604800]
     for text in ("", "0", "-1h", "1w", "h"):
@@ -335,7 +485,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_what_it_waits_for(
     monkeypatch.setattr("lmc.commands.learn.run.ThreadPoolExecutor", Pool)
     documents = [Document("slow", "one"), Document("fast", "two")]
     with Manifest(tmp_path / "learned.jsonl") as manifest, pytest.raises(KeyboardInterrupt):
-        LearnRun(documents, manifest, Retention(pinned=False, ttl=None)).learn(Slow(), 2)  # type: ignore[arg-type]
+        LearnRun(Corpus(documents), manifest, Retention(pinned=False, ttl=None)).learn(Slow(), 2)  # type: ignore[arg-type]
     said = "0 of 2 documents were learned; run the same command again to continue; waiting for 1 document in flight"
     assert capfd.readouterr().err == f"{said}\n"
 
@@ -435,6 +585,20 @@ def test_before_anything_is_learned_a_server_is_asked_whether_it_fits(
     assert code == 2
     said = f"these documents have about {tokens} tokens, and at most 500 fit: the first will be evicted"
     assert (said in out) == too_many
+
+
+def test_a_server_is_asked_for_its_longest_prompt_before_texts_are_cut(server: Any, tmp_path: Path) -> None:
+    server.answers["/v1/models"] = 200, {"data": [{"id": "m", "max_model_len": 164}]}
+    server.answers["/v1/completions"] = 200, {"kv_transfer_params": {"lmc": {"learned": True, "documents": ["0a"]}}}
+    server.answers["/tokenize"] = 200, {"count": 101}
+    (tmp_path / "a.txt").write_text("word " * 38)
+    (tmp_path / "b.txt").write_text("short")
+    found = json.loads(lmc("learn", tmp_path, "--url", server.url, "--split", "--json")[1])
+    assert (found["learned"], found["failed"]) == (3, {})
+    server.answers["/v1/completions"] = 400, {"error": {"message": "too long"}}
+    _, out, _ = lmc("learn", tmp_path, "--url", server.url, "--again")
+    assert "a.txt was not learned: too long; it has 101 tokens, and --split cuts it into parts of at most 100" in out
+    assert "b.txt was not learned: too long\n" in out
 
 
 def test_documents_are_sent_as_messages_if_that_is_wanted(server: Any, tmp_path: Path) -> None:

@@ -1672,7 +1672,7 @@ def test_a_request_to_learn_may_have_separators_around_its_documents(make):
     assert all(lab.store.lookup([*document_keys(lab, DOC_A), *document_keys(lab, DOC_B)]))
     assert lab.scheduler.numbers()["stored_chunks"] == 5
     nothing = lab.serve("two", [1, *SEPARATOR, *SEPARATOR], {"learn": True})
-    assert nothing.facts == {"note": "there is no document to learn"}
+    assert nothing.facts["note"].startswith("there is no document to learn")
 
 
 def test_a_known_document_is_not_learned_again(make):

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,15 @@ from transformers.cache_utils import DynamicLayer
 from transformers.utils.logging import disable_progress_bar
 
 from lmc.blend.canvas import KV
+from lmc.blend.rope import check_rope
 from lmc.engine.identity import checkpoint_files, identity_of_files, identity_of_parameters
 from lmc.errors import InputError, UnsupportedModel
+from lmc.shapes import KV as KV_PARTS
 from lmc.shapes import KVShape
 
 MISSING = "the directory does not exist"
+ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # layers with KV of all tokens
+STATE_KINDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba"}
 
 
 def _is_missing(name: str | Path) -> bool:
@@ -43,10 +48,22 @@ def load(name: str | Path) -> tuple[Any, Any]:
         raise UnsupportedModel(f"cannot load a causal language model from {name}: {_message(name, error)}") from error
 
 
-def kv_shape(name: str | Path, dtype: str | None = None) -> KVShape:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a model's configuration says about its KV."""
+
+    shape: KVShape
+    kept: str  # what a layer keeps of a token, in words
+    positions: int  # 0 if it is unknown
+    architecture: str  # such as LlamaForCausalLM
+    unblended: str  # why documents cannot be blended, as far as attention and RoPE decide it; empty if they can
+
+
+def model_facts(name: str | Path, dtype: str | None = None) -> ModelFacts:
     """Return the sizes of a model's KV from its configuration alone, with the model's own dtype or another dtype.
 
-    Raises `InputError` if the configuration lacks the sizes, or if the dtype does not exist.
+    Of a multimodal model, the text model counts. Raises `InputError` if the configuration lacks the sizes, if lmc does
+    not store the model's KV, or if the dtype does not exist.
     """
     torch_dtype = getattr(torch, dtype, None) if dtype else None
     if dtype and not isinstance(torch_dtype, torch.dtype):
@@ -54,16 +71,47 @@ def kv_shape(name: str | Path, dtype: str | None = None) -> KVShape:
     if _is_missing(name):
         raise InputError(f"cannot read a model's configuration in {name}: {MISSING}")
     try:
-        config = AutoConfig.from_pretrained(str(name))
-        heads = config.num_attention_heads
-        return KVShape(
+        whole = AutoConfig.from_pretrained(str(name))
+        config = whole.get_text_config(decoder=True)
+        kinds = set(getattr(config, "layer_types", None) or ())
+        if states := sorted(kinds & STATE_KINDS):
+            raise InputError(f"lmc does not serve {name}: it has layers with a state ({', '.join(states)})")
+        if others := sorted(kinds - ATTENTION_KINDS):
+            raise InputError(f"lmc does not know the sizes of the layers of {name}: {', '.join(others)}")
+        rank, heads = getattr(config, "kv_lora_rank", None), config.num_attention_heads
+        if rank:  # MLA keeps one vector of a token for keys and values together, which a shape counts as two halves.
+            kv_heads, head_dim = 1, (rank + config.qk_rope_head_dim) // KV_PARTS
+            kept = f"with MLA, {rank + config.qk_rope_head_dim} values each"
+        else:
+            kv_heads = getattr(config, "num_key_value_heads", None) or heads
+            head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+            kept = f"with {kv_heads} KV heads of {head_dim}"
+        shape = KVShape(
             layers=config.num_hidden_layers,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            dtype=torch_dtype or config.dtype or torch.bfloat16,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=torch_dtype or config.dtype or whole.dtype or torch.bfloat16,
         )
     except (OSError, ValueError, AttributeError) as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(f"cannot read the sizes of the model {name}: {_message(name, error)}") from error
+    slides = bool(kinds - {"full_attention"}) if kinds else bool(getattr(config, "sliding_window", None))
+    return ModelFacts(
+        shape=shape,
+        kept=kept,
+        positions=getattr(config, "max_position_embeddings", None) or 0,
+        architecture=(whole.architectures or ["a model without an architecture"])[0],
+        unblended="its attention has a sliding window" if slides else _unmovable(config),
+    )
+
+
+def _unmovable(config: Any) -> str:
+    try:
+        check_rope(getattr(config, "rope_parameters", None) or {})
+    except UnsupportedModel as error:
+        return str(error)
+    return ""
 
 
 def tokenizer_of(name: str | Path) -> Any:

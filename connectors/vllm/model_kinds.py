@@ -9,6 +9,18 @@ from typing import Any
 
 from lmc.connectors.vllm import vllm_api
 
+# Architectures whose blend at ratio 1 equals the engine's own prefill, and the RoPE with which that was tested
+# (tests/engine/test_exact_and_blend.py: float32, CPU, logprobs within 1e-5). Gemma 2 and 3 were tested, and differ.
+PROVEN = {
+    "LlamaForCausalLM": "plain, llama3 and YaRN RoPE",
+    "MistralForCausalLM": "without a sliding window",
+    "MixtralForCausalLM": "plain RoPE",
+    "Phi3ForCausalLM": "plain RoPE",
+    "Qwen2ForCausalLM": "plain RoPE",
+    "Qwen3ForCausalLM": "plain RoPE",
+    "Qwen3MoeForCausalLM": "plain RoPE",
+}
+
 
 def use_one_table(config: Any) -> None:
     """Switch off the engine's hybrid KV cache manager, except for models with linear or Mamba layers."""

@@ -13,11 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from lmc.errors import InputError
-from lmc.terminal import AsJson, console, counted, print_json, seconds_of, time_text
+from lmc.terminal import AsJson, console, counted, print_json, printable, seconds_of, time_text
 
 ADMIN_URL = "http://127.0.0.1:9180"
 SHOWN_ID_DIGITS, SHOWN_TENANT_DIGITS = 12, 6  # displayed digits of an id, and of a tenant's digest
-MODEL_COLUMN = 2  # column of a list that is left out if there is only one model
+COLUMNS = ("id", "name", "model", "tenant", "tokens", "places", "uses", "last used", "stays")
+ALWAYS = ("id", "name", "tokens", "uses", "last used")  # columns of a table that are never left out
+NAME_WIDTH, DATE_LENGTH, MINUTE = 20, 10, slice(5, 16)  # characters of a name and of a date; month to minute of a time
 
 Address = Annotated[
     str, typer.Option("--url", envvar="LMC_ADMIN", help="LMC_ADMIN address of the engine or cache server")
@@ -65,7 +67,7 @@ def explain(
         out.print(Text(f"  {document['text']!r}"))
         if document["known"]:
             first, name = document["first"], document["name"] or document["known"][:SHOWN_ID_DIGITS]
-            out.print(Text(f"  equal to tokens {first} to {first + size} of {name}"))
+            out.print(Text(printable(f"  equal to tokens {first} to {first + size} of {name}")))
         if document["why"]:
             out.print(Text(f"  why: {document['why']}"))
         if document["nearest"]:
@@ -88,23 +90,12 @@ def list_documents(
     if as_json:
         print_json(listing)
         return
-    columns = ["id", "name", "model", "tenant", "tokens", "places", "uses", "last used", "stays"]
-    rows = [_row(document) for document in listing["documents"]]
-    if len({row[MODEL_COLUMN] for row in rows}) < 2:
-        columns.pop(MODEL_COLUMN)
-        for row in rows:
-            row.pop(MODEL_COLUMN)
     if sys.stdout.isatty():
-        table = Table(*columns)
-        for column in table.columns[:2]:
-            column.no_wrap, column.overflow = column is table.columns[0], "fold"
-        for row in rows:
-            table.add_row(*map(Text, row))
-        console().print(table)
+        console().print(document_table(listing["documents"]))
     else:  # A table of 10,000 rows takes seconds.
-        for row in (columns, *rows):
+        for row in (COLUMNS, *map(_row, listing["documents"])):
             typer.echo("\t".join(row))
-    console().print(Text(f"{len(rows)} of {counted(listing['total'], 'document')}"))
+    console().print(Text(f"{len(listing['documents'])} of {counted(listing['total'], 'document')}"))
 
 
 @documents.command()
@@ -122,7 +113,10 @@ def show(name: Name, url: Address = ADMIN_URL, as_json: AsJson = False) -> None:
             _stays(document),
         )
         console().print(
-            Text(f"{document['id']} {document['name']}\n{', '.join(filter(None, facts))}\n\n{document['text']}\n")
+            Text(
+                f"{document['id']} {printable(document['name'])}\n{', '.join(filter(None, facts))}\n\n"
+                f"{printable(document['text'])}\n"
+            )
         )
 
 
@@ -154,10 +148,37 @@ def remove(names: Names, url: Address = ADMIN_URL) -> None:
             console().print(Text(f"removed {document_id}; {hint}"))
 
 
+def document_table(documents: Sequence[dict[str, Any]]) -> Table:
+    """Return a table that fits into 80 columns. It lacks empty columns, and the model if there is only one."""
+    rows = [_row(document) for document in documents]
+    for row, document in zip(rows, documents, strict=True):
+        until = f"until {time_text(document['expires'])[:DATE_LENGTH]}" if document["expires"] else ""
+        row[-1] = ", ".join(filter(None, ("pinned" if document["pinned"] else "", until)))
+        row[-2] = time_text(document["used"])[MINUTE]
+    values = [{row[at] for row in rows} for at in range(len(COLUMNS))]
+    shown = [
+        at
+        for at, column in enumerate(COLUMNS)
+        if column in ALWAYS or len(values[at]) > 1 or (column != "model" and values[at] != {""})
+    ]
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in (COLUMNS[at] for at in shown):
+        is_name = column == "name"
+        table.add_column(
+            column,
+            no_wrap=column in ALWAYS,
+            overflow="ellipsis" if is_name else "fold",
+            max_width=NAME_WIDTH if is_name else None,
+        )
+    for row in rows:
+        table.add_row(*(Text(row[at]) for at in shown))
+    return table
+
+
 def _row(document: dict[str, Any]) -> list[str]:
     return [
         document["id"][:SHOWN_ID_DIGITS],
-        " ".join((document["name"] or document["begins"]).split()),
+        printable(" ".join((document["name"] or document["begins"]).split())),
         document["model"],
         document["tenant"][:SHOWN_TENANT_DIGITS],
         str(document["tokens"]),
@@ -174,7 +195,7 @@ def _change(url: str, names: Sequence[str], changes: dict[str, Any]) -> None:
     for name in names:
         for document in _ask(url, _path(name), "documents", changes, "PATCH")["documents"]:
             state = _stays(document) or "unpinned, without a time limit"
-            title = f"{document['id'][:SHOWN_ID_DIGITS]} {document['name'] or document['begins']}"
+            title = f"{document['id'][:SHOWN_ID_DIGITS]} {printable(document['name'] or document['begins'])}"
             console().print(Text(f"{title}: {state} ({_places(document)})"))
 
 

@@ -27,7 +27,7 @@ VARIABLES = ("LMC_CHECK_INTEGRITY", "LMC_CONFIG_FILE", "LMC_KERNELS", "LMC_LOG_L
 # All environment variables with a setting's prefix that belong to other parts of lmc, or only to LMCache.
 NO_SETTINGS = (
     *CONFIG_FILES, *VARIABLES, "LMC_ROUTER_*",  # `lmc router` checks these names
-    "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_TRACK_USAGE", "LMCACHE_LOG_LEVEL",
+    "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_TRACK_USAGE",
 )  # fmt: skip
 # Settings that earlier versions of lmc had, by name or by name and value, and the warning if one is given.
 REMOVED: Mapping[str, str] = {

@@ -26,7 +26,9 @@ def demo(
     model: Annotated[
         Path | None, typer.Option(help="directory or hub id of a Llama, Mistral, Qwen2 or Qwen3 model")
     ] = None,
-    documents: Annotated[Path | None, typer.Option(help="directory of .txt and .md files")] = None,
+    documents: Annotated[
+        Path | None, typer.Option(help="directory of text files, as for lmc learn, or a JSONL file")
+    ] = None,
     questions: Annotated[Path | None, typer.Option(help="JSON file of questions and answers")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="JSON file for all numbers")] = None,
     page: Annotated[Path, typer.Option(help="HTML file for the page with pictures")] = Path(".demo/demo.html"),

@@ -15,9 +15,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from lmc.blend.segments import join
-from lmc.documents.sources import read_text
+from lmc.documents.sources import read_documents
 from lmc.errors import InputError
+from lmc.terminal import console
 
 TOP = 6  # as in CacheBlend's evaluation
 DOCUMENTS_MARK = "\0"  # stands for the documents in the text of a chat
@@ -122,18 +125,12 @@ def word_ends(text: str) -> list[int]:
     return [word.end() for word in re.finditer(r"\S{1,20}\s*", text)]
 
 
-def read_texts(folder: Path) -> dict[str, str]:
-    """Return the texts of a directory, `a.txt` as `a` and `a.md` as `a.md`; raise `InputError` if there are none."""
-    texts = {}
-    for path in sorted([*folder.glob("*.txt"), *folder.glob("*.md")]) if folder.is_dir() else []:
-        if path.is_dir():
-            continue
-        name = path.stem if path.suffix == ".txt" else path.name
-        texts[name] = read_text(path).strip()
-    texts = {name: text for name, text in texts.items() if text}
-    if not texts:
-        raise InputError(f"{folder} has no .txt or .md files with text: use a directory of text documents")
-    return texts
+def read_texts(source: Path) -> dict[str, str]:
+    """Return the texts of a source as in `read_documents`, `a.txt` as `a`; name those that cannot be read."""
+    corpus = read_documents(str(source))
+    for line in corpus.warnings:
+        console(error=True).print(Text(line))
+    return {document.id.removesuffix(".txt"): document.text for document in corpus.documents}
 
 
 def _json(path: Path) -> Any:

@@ -1,17 +1,23 @@
-"""Sources of documents: directories of text files, single text files, JSONL files, standard input."""
+"""Sources of documents: directories of text files, single text files, JSON and JSONL files, standard input."""
 
 import json
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Any
 
 from lmc.errors import InputError
+from lmc.terminal import all_of, counted, some_of
 
 STANDARD_INPUT = "-"
-ENDINGS = (".txt", ".md")
+ENDINGS = (".txt", ".md", ".markdown", ".rst", ".html", ".htm", ".csv")  # files that are read, as they are
+JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
+UNREAD_FOLDER = "node_modules"  # has the README files of packages
+DEFAULT_ID = "id"  # field of a JSON object with the document's id; objects without it are numbered
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,73 +33,184 @@ class Document:
         return sha256(self.text.encode()).hexdigest()
 
 
-def read_documents(source: str, id_field: str = "id", text_field: str = "text") -> list[Document]:
+@dataclass(slots=True)
+class Corpus:
+    """The documents of a source, each text once, and what could not be read."""
+
+    documents: list[Document] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)  # name of a file or of an entry -> why it is not a document
+    notes: list[str] = field(default_factory=list)  # files that were left out, and texts that occur again
+
+    @property
+    def warnings(self) -> list[str]:
+        """All that was left out, in words."""
+        faults = [f"{name}: {why}" for name, why in self.skipped.items()]
+        return [*([f"skipped {some_of(faults)}"] if faults else []), *self.notes]
+
+
+def read_documents(
+    source: str, id_field: str = DEFAULT_ID, text_field: str = "text", patterns: Sequence[str] = ()
+) -> Corpus:
     """Return the documents of a source.
 
-    A source is a directory (all `.txt` and `.md` files below it), one such file, a JSONL file, or standard input (`-`).
-    Documents of white space alone are left out. Raises `InputError`, which names the file or the line, and its fault.
+    A source is a directory, a text file, a JSON or JSONL file, or standard input (`-`). Of a directory, files with one
+    of `ENDINGS` are read, or those that match one of the `patterns`. Documents of white space alone are left out.
+    Raises `InputError` if there is no document; it names the first file or entry that could not be read.
     """
-    path = Path(source)
+    reader, path = _Reader(id_field, text_field), Path(source)
     is_file = os.path.isfile(source)  # unlike `Path`, accepts a name of any length
+    if patterns and not os.path.isdir(source):
+        raise InputError(f"--glob chooses files of a directory, and {source} is not a directory: leave --glob out")
     if source == STANDARD_INPUT:
-        source_documents = _from_lines(read_standard_input(), "standard input", id_field, text_field)
+        reader.add_entries("standard input", read_standard_input())
     elif os.path.isdir(source):
-        source_documents = _from_files(path)
-    elif is_file and path.suffix in ENDINGS:
-        source_documents = iter([_from_file(path, path.name)])
+        reader.add_folder(path, patterns)
     elif is_file:
-        source_documents = _from_lines(read_text(path), source, id_field, text_field)
+        reader.add_file(path, path.name, is_text=path.suffix.lower() in ENDINGS)
     else:
         raise InputError(
-            f"{source} does not exist: use a directory of text files, a JSONL file, or - for standard input"
+            f"{source} does not exist: use a directory of text files, a JSON or JSONL file, or - for standard input"
         )
-    documents: dict[str, Document] = {}
-    for document in source_documents:
-        if document.id in documents:
-            raise InputError(f"{source} has two documents with the id {document.id!r}: use unique ids")
-        documents[document.id] = document
-    documents = {name: document for name, document in documents.items() if document.text}
-    if not documents:
-        raise InputError(f"{source} has no documents with text: use a directory with .txt or .md files")
-    return list(documents.values())
+    corpus = reader.finish()
+    if not corpus.documents:
+        empty = f"no file matches --glob {' '.join(patterns)}" if patterns else f"use {', '.join(ENDINGS)} files"
+        causes = corpus.warnings or [empty]
+        raise InputError(f"{source} has no documents with text: {'; '.join(causes)}")
+    return corpus
 
 
-def _from_files(folder: Path) -> Iterator[Document]:
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in ENDINGS and path.is_file()):
-        yield _from_file(path, path.relative_to(folder))
+class _Reader:
+    """Reads files and JSON objects into a corpus."""
 
+    def __init__(self, id_field: str, text_field: str) -> None:
+        self._id_field, self._text_field = id_field, text_field
+        self._corpus = Corpus()
+        self._ids: set[str] = set()
+        self._first_ids: dict[str, str] = {}  # text -> id
+        self._copies: list[str] = []  # documents whose text has another id
+        self._unread: Counter[str] = Counter()  # kind of file -> number of files that were left out
 
-def _from_file(path: Path, name: str | Path) -> Document:
-    """Read a document from a file.
+    def finish(self) -> Corpus:
+        """Return all that was read, with notes about what was left out."""
+        notes = []
+        if self._unread:
+            kinds = ", ".join(counted(count, kind) for kind, count in sorted(self._unread.items()))
+            notes.append(f"not read: {kinds}; --glob of lmc learn and lmc size chooses files")
+        if self._copies:
+            notes.append(f"{all_of(len(self._copies), 'repeated text')} left out: {some_of(self._copies)}")
+        self._corpus.notes = notes
+        return self._corpus
 
-    Bytes of its name that are not UTF-8 are written with backslashes, because they could not be sent or printed.
-    """
-    return Document(os.fsencode(name).decode(errors="backslashreplace"), read_text(path).strip())
+    def add_folder(self, folder: Path, patterns: Sequence[str]) -> None:
+        """Read the files below a folder that match one of `patterns`, or by default those with one of `ENDINGS`.
 
+        Hidden files and folders are not read, and links to folders are not followed.
+        """
+        for path in sorted(self._files(folder)):
+            name, ending = path.relative_to(folder), path.suffix.lower()
+            if patterns and not any(name.match(pattern.removeprefix("**/")) for pattern in patterns):
+                continue
+            if not patterns and ending not in ENDINGS:
+                self._unread[f"{ending or 'other'} file"] += 1
+            elif path.is_file():
+                self.add_file(path, name, is_text=ending not in JSON_ENDINGS)
+            elif not path.exists():
+                self._corpus.skipped[_name_of(name)] = "it is a broken link"
 
-def _from_lines(text: str, source: str, id_field: str, text_field: str) -> Iterator[Document]:
-    hint = f'use an object such as {{"{id_field}": "a", "{text_field}": "…"}} on each line'
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        line_name = f"{source}, line {number}"
+    def _files(self, folder: Path) -> Iterator[Path]:
+        def skip(error: OSError) -> None:
+            self._corpus.skipped[_name_of(os.path.relpath(error.filename, folder))] = str(error.strerror)
+
+        for parent, folders, files in os.walk(folder, onerror=skip):
+            folders[:] = [name for name in folders if not name.startswith(".") and name != UNREAD_FOLDER]
+            self._unread["linked folder"] += sum(os.path.islink(os.path.join(parent, name)) for name in folders)
+            yield from (Path(parent, name) for name in files if not name.startswith("."))
+        self._unread = +self._unread
+
+    def add_file(self, path: Path, name: str | PurePath, *, is_text: bool) -> None:
+        """Read a file as one text, or as JSON objects."""
         try:
-            entry = json.loads(line)
-        except ValueError as error:
-            text_files = f"name the file of a single text with {' or '.join(ENDINGS)} at the end"
-            raise InputError(f"{line_name} is not valid JSON: {error}; {hint}, or {text_files}") from None
+            text = read_text(path)
+        except InputError as error:
+            self._corpus.skipped[_name_of(name)] = str(error)
+            return
+        if is_text:
+            self._add(_name_of(name), text)
+        else:
+            self.add_entries(_name_of(name), text)
+
+    def add_entries(self, name: str, text: str) -> None:
+        """Read a JSON array of objects, one object, or one object on each line."""
+        try:
+            content = json.loads(text)
+        except ValueError:
+            content = None
+        if isinstance(content, list | dict):
+            for number, entry in enumerate(content if isinstance(content, list) else [content], 1):
+                self._add_entry(entry, f"{name}, entry {number}", f"{name}:{number}")
+            return
+        hint = f"{self._hint}, or name the file of a single text with {' or '.join(ENDINGS[:2])} at the end"
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                label = f"{name}, line {number}"
+                try:
+                    self._add_entry(json.loads(line), label, f"{name}:{number}")
+                except ValueError as error:
+                    self._corpus.skipped[label] = f"it is not valid JSON: {error}; {hint}"
+
+    def _add_entry(self, entry: Any, label: str, number: str) -> None:
+        """Add the document of a JSON object, whose id is `number` if it has none."""
         if not isinstance(entry, dict):
-            raise InputError(f"{line_name} is not a JSON object: {hint}")
-        for field in (id_field, text_field):
-            if field not in entry:
-                raise InputError(
-                    f"{line_name} has no field {field!r}: use --id and --text to choose from {', '.join(entry)}"
-                )
-        if not isinstance(entry[text_field], str) or not _is_text(entry[text_field]):
-            raise InputError(f"{line_name}: {text_field!r} must be a text")
-        if not isinstance(entry[id_field], str | int) or not _is_text(str(entry[id_field])):
-            raise InputError(f"{line_name}: {id_field!r} must be a text or a whole number")
-        yield Document(str(entry[id_field]), entry[text_field].strip())
+            self._corpus.skipped[label] = f"it is not a JSON object: {self._hint}"
+            return
+        title, text = _value(entry, self._id_field), _value(entry, self._text_field)
+        if title is None and self._id_field == DEFAULT_ID:
+            title = number
+        missing = [name for name, value in (("id", title), ("text", text)) if value is None]
+        if missing:
+            name = self._id_field if missing[0] == "id" else self._text_field
+            why = f"it has no {name!r}: use --{missing[0]} to choose from {', '.join(entry)}"
+        elif not isinstance(text, str) or not _is_text(text):
+            why = f"{self._text_field!r} must be a text"
+        elif not isinstance(title, str | int) or not _is_text(str(title)):
+            why = f"{self._id_field!r} must be a text or a whole number"
+        else:
+            self._add(str(title), text)
+            return
+        self._corpus.skipped[label] = why
+
+    @property
+    def _hint(self) -> str:
+        return f'use an object such as {{"{self._id_field}": "a", "{self._text_field}": "…"}} on each line'
+
+    def _add(self, name: str, text: str) -> None:
+        text = text.strip()
+        if not text:
+            return
+        if text in self._first_ids:
+            self._copies.append(f"{name} (as {self._first_ids[text]})")
+            return
+        unique, number = name, 1
+        while unique in self._ids:  # Parts of a file often have the name of the file.
+            number += 1
+            unique = f"{name} ({number})"
+        self._ids.add(unique)
+        self._first_ids[text] = unique
+        self._corpus.documents.append(Document(unique, text))
+
+
+def _value(entry: dict[str, Any], field: str) -> Any:
+    """Return a field of a JSON object, such as `text` or `metadata.source`; None if it is missing."""
+    if field in entry:
+        return entry[field]
+    first, dot, rest = field.partition(".")
+    inner = entry.get(first)
+    return _value(inner, rest) if dot and isinstance(inner, dict) else None
+
+
+def _name_of(name: str | PurePath) -> str:
+    """Return a file's name, with backslashes for bytes that are not UTF-8, which could not be sent or printed."""
+    return os.fsencode(name).decode(errors="backslashreplace")
 
 
 def _is_text(text: str) -> bool:
@@ -106,16 +223,16 @@ def _is_text(text: str) -> bool:
 
 
 def read_standard_input() -> str:
-    """Return the text on standard input. Raises `InputError` if it is not UTF-8."""
+    """Return the text on standard input, without a byte order mark. Raises `InputError` if it is not UTF-8."""
     try:
-        return sys.stdin.buffer.read().decode()
+        return sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"cannot read standard input as UTF-8 text: {error}") from None
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file. Raises `InputError` if it cannot be read as UTF-8."""
+    """Return the text of a file, without a byte order mark. Raises `InputError` if it cannot be read as UTF-8."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path} as UTF-8 text: {getattr(error, 'strerror', None) or error}") from None

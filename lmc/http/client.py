@@ -118,11 +118,15 @@ class HttpClient:
 
     def model(self) -> str:
         """Return the name of a vLLM server's first model; raise `Unreachable` if the response has none."""
+        return str(self.model_facts().get("id", ""))
+
+    def model_facts(self) -> dict[str, Any]:
+        """Return what a vLLM server lists of its first model; raise `Unreachable` if the response has none."""
         response = self.ask("/v1/models")
         models = response.get("data") if isinstance(response, dict) else None
         if not isinstance(models, list) or not models or not isinstance(models[0], dict):
             raise Unreachable(f"{self.url} listed no models, unlike a vLLM server: {self._hint}")
-        return str(models[0].get("id", ""))
+        return models[0]
 
     def ask(self, path: str, body: Any = None, method: str | None = None) -> Any:
         """Return the decoded response to a request; raise `Unreachable`, or `Refused` with the server's reason."""

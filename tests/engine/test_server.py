@@ -295,7 +295,7 @@ def test_the_page_s_options_are_all_there_are():
 
 
 def test_the_page_s_families_are_those_that_were_proven():
-    from lmc.connectors.vllm.worker.native import PROVEN
+    from lmc.connectors.vllm.model_kinds import PROVEN
 
     (said,) = re.findall(r"blending for (.*?), if a self-test", PAGE, re.S)
     families = re.split(r",\s+|\s+and\s+", said)

@@ -157,7 +157,7 @@ class Roles:
             "requests with multimodal input are not blended": bool(request.mm_features),
             "requests with prompt embeddings are not blended": request.prompt_embeds is not None,
             "a document to learn must have no special tokens (add_special_tokens: false)": turns,
-            "there is no document to learn": learn and not any(documents),
+            "there is no document to learn (a text without special tokens)": learn and not any(documents),
             "prompt_logprobs cannot be combined with lmc.learn": learn and request.skip_reading_prefix_cache,
         }
         return next((why for why, there in reasons.items() if there), "")

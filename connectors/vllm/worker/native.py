@@ -19,23 +19,12 @@ from lmc.blend.canvas import Attention, writes_and_attends
 from lmc.blend.kernels.choice import kernels_of
 from lmc.blend.rope import Turn, check_rope
 from lmc.connectors.vllm import vllm_api
+from lmc.connectors.vllm.model_kinds import PROVEN
 from lmc.connectors.vllm.worker.paged import TokenAccess
 from lmc.connectors.vllm.worker.streams import sent
 from lmc.engine.identity import rope_name
 from lmc.errors import UnsupportedModel
 from lmc.shapes import KVShape
-
-# Architectures whose blend at ratio 1 equals the engine's own prefill, and the RoPE with which that was tested
-# (tests/engine/test_exact_and_blend.py: float32, CPU, logprobs within 1e-5). Gemma 2 and 3 were tested, and differ.
-PROVEN = {
-    "LlamaForCausalLM": "plain, llama3 and YaRN RoPE",
-    "MistralForCausalLM": "without a sliding window",
-    "MixtralForCausalLM": "plain RoPE",
-    "Phi3ForCausalLM": "plain RoPE",
-    "Qwen2ForCausalLM": "plain RoPE",
-    "Qwen3ForCausalLM": "plain RoPE",
-    "Qwen3MoeForCausalLM": "plain RoPE",
-}
 
 MOST_RUNS = 4096  # maximal number of runs in a batch for a GPU backend, which allocates buffers for them
 

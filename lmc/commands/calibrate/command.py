@@ -23,7 +23,7 @@ NOT_WORTH_IT = 1  # the exit code if blending is not worth it
 
 def calibrate(
     model: Annotated[str, typer.Argument(help="directory or hub id of a Llama, Mistral, Qwen2 or Qwen3 model")],
-    documents: Annotated[Path, typer.Option(help="directory of .txt and .md files")],
+    documents: Annotated[Path, typer.Option(help="directory of text files, as for lmc learn, or a JSONL file")],
     questions: Annotated[
         Path | None, typer.Option(help="JSON file of questions and answers; default: made from the documents")
     ] = None,
@@ -72,13 +72,13 @@ def _measure(
 ) -> "Measured":
     """Load the model, make the prompts, and return the measured numbers."""
     from lmc.commands.calibrate.measure import Measurement
-    from lmc.commands.calibrate.prompts import CalibrationPrompts, check_inputs, collect
+    from lmc.commands.calibrate.prompts import CalibrationPrompts, collect, read_inputs
     from lmc.connectors.transformers import CachedModel
 
-    check_inputs(documents, questions)  # before the model is loaded, which may take minutes
+    inputs = read_inputs(documents, questions)  # before the model is loaded, which may take minutes
     cached, tokenizer = CachedModel.load(model, settings)
     with cached, Progress(console=Console(stderr=True), transient=True) as bar:
-        collection = collect(documents, questions, tokenizer, cached.layers.positions)
+        collection = collect(inputs, tokenizer, cached.layers.positions)
         calibration_prompts = CalibrationPrompts(collection, tokenizer, settings.blend_special_str)
         task = bar.add_task("prompts in all modes", total=None)
         measurement = Measurement(cached, calibration_prompts)

@@ -34,34 +34,30 @@ class CalibrationPrompt:
     right: list[int]  # the first tokens of the right answer
 
 
-def check_inputs(documents: Path, questions: Path | None) -> None:
-    """Raise `InputError` if the user's files cannot be read."""
-    if questions is None:
-        read_texts(documents)
-    else:
-        read_collection(documents, questions)
+def read_inputs(documents: Path, questions: Path | None) -> Collection:
+    """Return the user's documents and questions. Raises `InputError` if they cannot be read."""
+    if questions is not None:
+        return read_collection(documents, questions)
+    return Collection(system=SYSTEM, documents=read_texts(documents), questions=[])
 
 
-def collect(folder: Path, questions: Path | None, tokenizer: Any, positions: int) -> Collection:
-    """Return passages and questions. Raises `InputError`, which names the file and its fault, if there are none."""
+def collect(inputs: Collection, tokenizer: Any, positions: int) -> Collection:
+    """Return passages and questions, which are made if there are none. Raises `InputError` if that is impossible."""
     size = min(PASSAGE_TOKENS, (positions - OTHER_TOKENS) // TOP)
     if size < MIN_PASSAGE_TOKENS:
         raise InputError(f"the model has {positions} positions, too few for {TOP} documents and a question")
-    collection = read_collection(folder, questions) if questions is not None else None
-    if collection is not None and collection.last_named:
-        return collection  # Its questions are about whole documents.
+    if inputs.last_named:
+        return inputs  # Its questions are about whole documents.
     documents: dict[str, str] = {}
-    for name, text in (collection.documents if collection is not None else read_texts(folder)).items():
+    for name, text in inputs.documents.items():
         share = size / len(tokenizer.encode(text, add_special_tokens=False))
         cut = passages(text, max(1, round(share * len(word_ends(text)))))
         documents |= {f"{name} {number}": passage for number, passage in enumerate(cut, 1)}
-    if collection is not None:
-        return replace(collection, documents=documents)
-    questions_made = questions_about(documents)
-    if not questions_made:
+    questions = inputs.questions or questions_about(documents)
+    if not questions:
         words = f"{SENTENCE_WORDS[0]} to {SENTENCE_WORDS[-1]} words"
-        raise InputError(f"{folder} has no sentence of {words} to make questions of: use --questions")
-    return Collection(system=SYSTEM, documents=documents, questions=questions_made)
+        raise InputError(f"the documents have no sentence of {words} to make questions of: use --questions")
+    return replace(inputs, documents=documents, questions=questions)
 
 
 def questions_about(documents: dict[str, str]) -> list[Question]:

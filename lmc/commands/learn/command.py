@@ -12,7 +12,7 @@ from rich.text import Text
 from lmc.commands.administration import ADMIN_URL
 from lmc.errors import InputError, needs_transformers
 from lmc.storage.places import place_of
-from lmc.terminal import AsJson, all_of, console, counted, print_json, seconds_of
+from lmc.terminal import AsJson, all_of, console, counted, print_json, printable, seconds_of
 
 if TYPE_CHECKING:
     from lmc.commands.learn.learners import ModelLearner
@@ -22,10 +22,19 @@ if TYPE_CHECKING:
 
 NOT_ALL = 1  # exit code if a document was not learned
 MAX_SHOWN_FAILURES = 10  # maximum number of failed documents that are named
+SOURCE_HELP = "directory of text files, a text file, a JSON or JSONL file, or - for JSONL"
+Patterns = Annotated[
+    list[str] | None,
+    typer.Option("--glob", help="read the files of the directory that match, such as '*.jsonl' or 'notes/*'"),
+]
+IdField = Annotated[
+    str, typer.Option("--id", help="field of a JSON object with the document's id, such as metadata.source")
+]
+TextField = Annotated[str, typer.Option("--text", help="field of a JSON object with the text")]
 
 
 def learn(
-    source: Annotated[str, typer.Argument(help="directory of .txt and .md files, a JSONL file, or - for JSONL")],
+    source: Annotated[str, typer.Argument(help=SOURCE_HELP)],
     url: Annotated[
         str | None, typer.Option(help="URL of a vLLM server with lmc, such as http://localhost:8000")
     ] = None,
@@ -38,8 +47,12 @@ def learn(
     local_disk: Annotated[
         Path | None, typer.Option(help="directory of the disk tier to store into, with --model")
     ] = None,
-    id_field: Annotated[str, typer.Option("--id", help="field of a JSONL line with the document's id")] = "id",
-    text_field: Annotated[str, typer.Option("--text", help="field of a JSONL line with the text")] = "text",
+    patterns: Patterns = None,
+    id_field: IdField = "id",
+    text_field: TextField = "text",
+    split: Annotated[
+        bool, typer.Option("--split", help="cut texts that are too long for the model into parts; needs the model")
+    ] = False,
     salt: Annotated[
         str,
         typer.Option(help="cache_salt of the tenant that may use the documents; default: requests without cache_salt"),
@@ -68,23 +81,27 @@ def learn(
 ) -> None:
     """Compute documents ahead, so that the first prompt with them is fast. Exit code 1: not all could be learned.
 
+    Learn the texts that your retriever returns, because they are found in prompts token by token. Files are read as
+    they are (.txt .md .markdown .rst .html .csv, UTF-8): the tags of HTML are part of the text. A file or a line that
+    cannot be read is named and skipped. Hidden files and folders, node_modules and linked folders are not read.
+
     An interrupted run continues where it stopped. A server must use the same special string between documents
     (blend_special_str of the settings).
     """
     from lmc.commands.learn.learners import Learner, Retention, ServerLearner
     from lmc.commands.learn.manifest import Manifest
-    from lmc.commands.learn.run import LearnRun
+    from lmc.commands.learn.run import LearnRun, cut
     from lmc.documents.sources import read_documents
     from lmc.http.client import Unreachable
 
-    documents = read_documents(source, id_field, text_field)
+    corpus = read_documents(source, id_field, text_field, patterns or ())
     retention = Retention(pinned=pin, ttl=seconds_of(ttl) if ttl is not None else None)
     settings = _settings(local_disk)
     _check_target(url, model, settings, chat)
     with ExitStack() as opened:
         path = manifest or _manifest_path(url, model, settings, salt)
         manifest_file = opened.enter_context(Manifest(path, again=again and not dry_run))
-        run = LearnRun(documents, manifest_file, retention, again)
+        notes = [*corpus.notes]
         learner: Learner | None = None  # A dry run loads no model.
         try:
             if url:
@@ -92,11 +109,14 @@ def learn(
                 learner = ServerLearner(url, special, salt, admin, chat=chat, retains=bool(retention))
             elif not dry_run:
                 learner = opened.enter_context(closing(_model_learner(str(model), settings, salt)))
-            notes = run.notes(learner, settings.document_share, settings.chunk_size, dry_run)
+            if split and learner is not None:
+                corpus.documents = cut(corpus.documents, learner)
         except Unreachable as error:
             if not dry_run:
                 raise
-            notes = [f"could not check whether the documents fit: {error}"]
+            notes.append(f"could not check whether the documents fit: {error}")
+        run = LearnRun(corpus, manifest_file, retention, again)
+        notes += run.notes(learner, settings.document_share, settings.chunk_size, dry_run)
         for note in notes:
             console(error=as_json).print(Text(note))
         result = run.result if dry_run or learner is None else run.learn(learner, jobs if url else 1)
@@ -157,14 +177,15 @@ def _report(
         console().print(
             Text(f"{counted(len(would), 'document')} with {counted(characters, 'character')} would be learned")
         )
-        return
-    per_second = f" ({result.learned / result.seconds:.1f} a second)" if result.seconds else ""
-    console().print(Text(f"{counted(result.learned, 'document')} learned in {result.seconds:.1f} s{per_second}"))
-    if retention := " and ".join(filter(None, ("pinned" if pin else "", f"set to expire after {ttl}" if ttl else ""))):
+    else:
+        per_second = f" ({result.learned / result.seconds:.1f} a second)" if result.seconds else ""
+        console().print(Text(f"{counted(result.learned, 'document')} learned in {result.seconds:.1f} s{per_second}"))
+    retention = " and ".join(filter(None, ("pinned" if pin else "", f"set to expire after {ttl}" if ttl else "")))
+    if retention and would is None:
         retained = result.documents - len(result.failed)
         console().print(Text(f"{all_of(retained, 'document')} {retention}"))
     for name in list(result.failed)[:MAX_SHOWN_FAILURES]:
-        console().print(Text(f"{name} was not learned: {result.failed[name]}"))
+        console().print(Text(printable(f"{name} was not learned: {result.failed[name]}")))
     if len(result.failed) > MAX_SHOWN_FAILURES:
         console().print(Text(f"and {len(result.failed) - MAX_SHOWN_FAILURES} more (--json has all)"))
     if result.held:

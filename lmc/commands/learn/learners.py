@@ -16,6 +16,7 @@ from lmc.metrics import parted
 from lmc.storage.places import fastest_first
 
 DOCUMENT_SECONDS = 600.0  # seconds for a document, including the wait for other documents
+RESERVED_TOKENS = 64  # positions for separators, a chat template, and the token that a server generates
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,11 @@ class ServerLearner:
         request = {"model": self.model, "prompt": text, "add_special_tokens": False}
         return int(self._client.ask("/tokenize", request)["count"])
 
+    def longest(self) -> int:
+        """Return the number of tokens that a document may have; 0 if it is unknown."""
+        length = self._client.model_facts().get("max_model_len")
+        return max(length - RESERVED_TOKENS, 1) if isinstance(length, int) else 0
+
     def capacity(self) -> dict[str, float]:
         """Return how many document tokens fit into each tier that this process or server does not share.
 
@@ -190,6 +196,10 @@ class ModelLearner:
     def tokens(self, text: str) -> int:
         """See `ServerLearner`."""
         return len(self._tokenizer.encode(text))
+
+    def longest(self) -> int:
+        """See `ServerLearner`."""
+        return max(self._cached.layers.positions - RESERVED_TOKENS, 1)
 
     def capacity(self) -> dict[str, float]:
         """See `ServerLearner`."""

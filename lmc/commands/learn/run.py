@@ -1,7 +1,7 @@
 """A run of `lmc learn`: learns documents in parallel, and records each stored document."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from rich.text import Text
 
 from lmc.commands.learn.learners import Learner, Retention, Stored
 from lmc.commands.learn.manifest import Manifest
-from lmc.documents.sources import Document
+from lmc.documents.sources import Corpus, Document
 from lmc.errors import InputError
 from lmc.http.client import Unreachable
 from lmc.terminal import all_of, console, counted
@@ -36,12 +36,13 @@ class Learned:
 class LearnRun:
     """The documents of one command, and the manifest that records them."""
 
-    documents: Sequence[Document]
+    corpus: Corpus
     manifest: Manifest
     retention: Retention
     again: bool = False
 
     def __post_init__(self) -> None:
+        self.documents = self.corpus.documents
         learned = [not self.again and self.manifest.has(document) for document in self.documents]
         self.new = [document for document, is_learned in zip(self.documents, learned, strict=True) if not is_learned]
         self._old = [document for document, is_learned in zip(self.documents, learned, strict=True) if is_learned]
@@ -49,7 +50,8 @@ class LearnRun:
     @property
     def result(self) -> Learned:
         """The result before anything is learned."""
-        return Learned(len(self.documents), before=len(self.documents) - len(self.new))
+        failed, documents = dict(self.corpus.skipped), len(self.documents)
+        return Learned(documents + len(failed), before=documents - len(self.new), failed=failed)
 
     @property
     def note(self) -> str:
@@ -135,9 +137,42 @@ class LearnRun:
 
     def _note(self, learner: Learner, document: Document, stored: Stored, result: Learned) -> None:
         if stored.failed:
-            result.failed[document.id] = stored.failed
+            result.failed[document.id] = stored.failed + _too_long(learner, document.text)
             return
         result.learned += 1
         self.manifest.add(document, stored.ids)
         if self.retention:
             learner.retain(document, stored.ids, self.retention)
+
+
+def _too_long(learner: Learner, text: str) -> str:
+    """Return a hint if a text that was not learned is too long for the model, otherwise an empty string."""
+    with suppress(InputError):  # The server may not count tokens.
+        longest = learner.longest()
+        if longest and len(text.encode()) > longest and (tokens := learner.tokens(text)) > longest:
+            return f"; it has {tokens} tokens, and --split cuts it into parts of at most {longest}"
+    return ""
+
+
+def cut(documents: Sequence[Document], learner: Learner) -> list[Document]:
+    """Return documents with those that are too long for the model cut into parts. Raises `InputError`."""
+    longest, parts = learner.longest(), list[Document]()
+    for document in documents:
+        texts = parts_of(document.text, longest, learner.tokens) if longest else [document.text]
+        names = [f"{document.id}, part {number}" for number in range(1, len(texts) + 1)]
+        parts += map(Document, names, texts) if len(texts) > 1 else [document]
+    return parts
+
+
+def parts_of(text: str, longest: int, tokens: Callable[[str], int]) -> list[str]:
+    """Return a text in parts of at most `longest` tokens, cut between paragraphs, lines or words where possible."""
+    if len(text.encode()) <= longest or len(text) < 2 or tokens(text) <= longest:  # A token has at least one byte.
+        return [text]
+    quarter, middle = len(text) // 4, len(text) // 2
+    for end in ("\n\n", "\n", " "):
+        places = [at for at in (text.rfind(end, quarter, middle), text.find(end, middle, -quarter)) if at > 0]
+        if places:
+            middle = min(places, key=lambda at: abs(at - len(text) // 2))
+            break
+    halves = (half for half in (text[:middle].strip(), text[middle:].strip()) if half)
+    return [part for half in halves for part in parts_of(half, longest, tokens)]

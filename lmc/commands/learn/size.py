@@ -1,13 +1,17 @@
 """`lmc size`: computes the size of the KV of a model and of documents, and how much of it fits into each tier."""
 
-from dataclasses import asdict, dataclass
-from typing import Annotated
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
+from lmc.commands.learn.command import SOURCE_HELP, IdField, Patterns, TextField
 from lmc.errors import needs_transformers
-from lmc.terminal import AsJson, console, print_json
+from lmc.terminal import AsJson, console, print_json, printable
+
+if TYPE_CHECKING:
+    from lmc.documents.sources import Corpus
 
 MANY_DOCUMENTS = 10_000  # number of documents for which the required size is also printed
 
@@ -27,6 +31,8 @@ class Size:
     longest: int = 0  # tokens of the longest document
     on_disk: int = 0  # bytes of all documents on disk
     slots: int = 0  # number of memory slots for all documents
+    unblended: str = ""  # why vLLM with lmc does not blend documents of this model; empty if it does
+    skipped: dict[str, str] = field(default_factory=dict)  # document -> why it cannot be learned
 
     @property
     def fit_in_memory(self) -> int:
@@ -41,11 +47,13 @@ class Size:
 
 def size(
     model: Annotated[str, typer.Argument(help="directory or hub id of a model")],
-    documents: Annotated[
-        str | None, typer.Option(help="directory of .txt and .md files, a JSONL file, or - for JSONL")
-    ] = None,
-    id_field: Annotated[str, typer.Option("--id", help="field of a JSONL line with the document's id")] = "id",
-    text_field: Annotated[str, typer.Option("--text", help="field of a JSONL line with the text")] = "text",
+    documents: Annotated[str | None, typer.Option(help=SOURCE_HELP)] = None,
+    patterns: Patterns = None,
+    id_field: IdField = "id",
+    text_field: TextField = "text",
+    split: Annotated[
+        bool, typer.Option("--split", help="count texts that are too long for the model in parts")
+    ] = False,
     dtype: Annotated[
         str | None,
         typer.Option(help="dtype of the KV: bfloat16, float16, float32 or float8_e4m3fn; default: the model's dtype"),
@@ -54,25 +62,30 @@ def size(
 ) -> None:
     """Compute the size of the KV of a model and of documents, and how many documents fit into memory and disk.
 
+    It also says whether lmc can blend documents for this model, and which documents it could not learn. Documents are
+    read as by lmc learn.
+
     Only the model's configuration and tokenizer are read. Memory, disk and chunk_size are those of the settings.
     """
     from lmc.config.settings import Settings
-    from lmc.documents.sources import read_documents
+    from lmc.documents.sources import Corpus, read_documents
 
-    texts = [document.text for document in read_documents(documents, id_field, text_field)] if documents else []
+    corpus = read_documents(documents, id_field, text_field, patterns or ()) if documents else Corpus()
     try:
-        from lmc.connectors.transformers.hf import kv_shape, tokenizer_of
+        from lmc.connectors.transformers.hf import model_facts, tokenizer_of
     except ImportError as error:
         raise needs_transformers("lmc size", error) from error
+    from lmc.connectors.vllm.model_kinds import PROVEN
     from lmc.documents.known import document_bytes
     from lmc.keys import chunk_bounds
     from lmc.shapes import GIB
     from lmc.storage.chunk_layout import ChunkLayout
 
-    settings, shape = Settings.load(), kv_shape(model, dtype)
-    chunk_size = settings.chunk_size
-    tokenizer = tokenizer_of(model) if texts else None
-    lengths = [len(tokenizer.encode(text, add_special_tokens=False)) for text in texts] if tokenizer else []
+    settings, facts = Settings.load(), model_facts(model, dtype)
+    shape, chunk_size = facts.shape, settings.chunk_size
+    lengths = _lengths(corpus, tokenizer_of(model), facts.positions, split) if corpus.documents else []
+    untested = "" if facts.architecture in PROVEN else f"{facts.architecture} has not been tested"
+    unblended = untested or facts.unblended
     sizes = Size(
         token=shape.token_bytes * shape.layers,
         slot=ChunkLayout.of(shape, chunk_size).slot_bytes,
@@ -84,15 +97,46 @@ def size(
         shortest=min(lengths, default=0),
         longest=max(lengths, default=0),
         on_disk=sum(document_bytes(length, chunk_size, shape, shape.layers) for length in lengths),
+        unblended=unblended,
+        skipped=corpus.skipped,
         slots=sum(len(chunk_bounds(length, chunk_size)) for length in lengths),
     )
     if as_json:
         fit = {"fit_in_memory": sizes.fit_in_memory, "fit_on_disk": sizes.fit_on_disk} if lengths else {}
         print_json(asdict(sizes) | fit)
         return
-    heads = f"{shape.layers} layers with {shape.kv_heads} KV heads of {shape.head_dim}"
-    console().print(Text(f"{model}: {sizes.token} bytes a token ({heads}, {str(shape.dtype).removeprefix('torch.')})"))
-    console().print(Text("\n".join(_lines(sizes))))
+    layers = f"{shape.layers} layers {facts.kept}, {str(shape.dtype).removeprefix('torch.')}"
+    console().print(Text(f"{model}: {sizes.token} bytes a token ({layers})"))
+    no = f"documents cannot be blended, and only equal beginnings of prompts are reused: {unblended}"
+    console().print(Text(no if unblended else f"documents can be blended by vLLM with lmc ({facts.architecture})"))
+    console().print(Text("\n".join([*_lines(sizes), *map(printable, corpus.warnings)])))
+
+
+def _lengths(corpus: "Corpus", tokenizer: Any, positions: int, split: bool) -> list[int]:
+    """Return the numbers of tokens of the documents that the model can learn; the others join the skipped ones."""
+    from lmc.blend.markers import special_tokens
+    from lmc.commands.learn.learners import RESERVED_TOKENS
+    from lmc.commands.learn.run import parts_of
+
+    def tokens(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
+
+    special, longest, lengths = special_tokens(tokenizer), max(positions - RESERVED_TOKENS, 1), list[int]()
+    for document in corpus.documents:
+        texts = [document.text]
+        if split and positions:
+            texts = parts_of(document.text, longest, lambda text: len(tokens(text)))
+        for ids in map(tokens, texts):
+            if special.intersection(ids):
+                corpus.skipped[document.id] = "it has special tokens of the model, as a conversation does"
+            elif positions and len(ids) > longest:
+                hint = f"--split cuts it into parts of at most {longest}"
+                corpus.skipped[document.id] = (
+                    f"it has {len(ids)} tokens, and the model has {positions} positions; {hint}"
+                )
+            else:
+                lengths.append(len(ids))
+    return lengths
 
 
 def _lines(sizes: Size) -> list[str]:
