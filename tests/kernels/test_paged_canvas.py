@@ -120,7 +120,7 @@ def layers_over(
     return FewLayers(kernels, ratio, length, counting, without_values=without_values)
 
 
-def outcome(kernels, ratio: int, monkeypatch, *, ahead: bool = True, **canvas_has) -> list[torch.Tensor]:
+def outcome(kernels, ratio: int, *, ahead: bool = True, **canvas_has) -> list[torch.Tensor]:
     """Place two documents, one of them without its first tokens, run scattered rows, and read everything.
 
     With `ahead`, the parts of the next layer have always arrived.
@@ -173,7 +173,7 @@ def test_both_kinds_of_kernels_leave_the_same(monkeypatch, ratio):
     monkeypatch.setenv("LMC_KERNELS", "triton")
     triton = kernels_of(torch.device("cpu"))
     assert triton.in_pages
-    for one, other in zip(outcome(triton, ratio, monkeypatch), outcome(TORCH, ratio, monkeypatch), strict=True):
+    for one, other in zip(outcome(triton, ratio), outcome(TORCH, ratio), strict=True):
         assert torch.allclose(one, other, atol=1e-4)
 
 
