@@ -320,8 +320,8 @@ def test_a_report_that_cannot_be_written_is_named_behind_the_result(monkeypatch:
 def test_separators_in_a_document_do_not_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMC_MAX_LOCAL_CPU_SIZE", "0.3")
     text = "owner of goose Mara . thin frost came from the hill side # # before dusk . " * 8
-    for number in range(6):
-        (tmp_path / f"{number}.txt").write_text(text)
+    for number, word in enumerate(("mill", "inn", "farm", "forge", "forest", "market")):
+        (tmp_path / f"{number}.txt").write_text(f"notes from the {word} : {text}")
     (tmp_path / "q.json").write_text(json.dumps([{"question": "owner of lamp", "answer": "Mara"}]))
     code, _, err = lmc(MODEL, "--documents", tmp_path, "--questions", tmp_path / "q.json", "--prompts", "2")
     assert code in (0, 1), err

@@ -2,7 +2,7 @@
 
 import pytest
 from lab import answer, distance, facts, words
-from test_exact_and_blend import SAME, forget_pages
+from test_exact_and_blend import SAME
 
 DOCUMENTS = [words(150, 1), words(300, 2), words(90, 4)]
 # Parts begin and end inside chunks; chunks have 128 tokens.
@@ -25,7 +25,7 @@ def asked(lab, name):
     tokens = [*words(37, 60), *(token for part in parts for token in part), *words(23, 61)]
     wanted = lab.vanilla(tokens)
     lab.learn(DOCUMENTS)
-    forget_pages(lab)
+    lab.forget_pages()
     return tokens, sum(len(part) for part in parts if len(part) > 9), wanted
 
 
@@ -55,7 +55,7 @@ def test_the_first_document_of_a_prompt_is_exact_and_others_are_not(lab):
     tokens, _, wanted = [*DOCUMENTS[1], *words(40, 70)], 0, None
     wanted = lab.vanilla(tokens)
     lab.learn(DOCUMENTS)
-    forget_pages(lab)
+    lab.forget_pages()
     found = lab.ask(tokens)
     assert facts(found)["exact_tokens"] == len(DOCUMENTS[1])
     assert distance(found, wanted) <= SAME
