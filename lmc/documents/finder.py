@@ -12,6 +12,7 @@ A document of 400 tokens takes at most 300 bytes besides its tokens. `bench/find
 """
 
 import secrets
+from array import array
 from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -108,6 +109,8 @@ class DocumentFinder(Generic[D]):
 
     def remove(self, document: D) -> None:
         """Remove a document. An unknown document is ignored."""
+        if len(document.tokens) < WHOLE:
+            return
         hashes, _, _ = self._blocks_of([document])
         _, numbers = self._blocks.find(hashes)
         likely = np.unique(self._places(numbers)).tolist()
@@ -263,7 +266,8 @@ class _Blocks:
 
 
 def _array(tokens: Sequence[int]) -> Array:
-    return np.asarray(tokens, np.uint32)
+    # An array is made of a list in a fourth of the time that numpy takes.
+    return np.frombuffer(tokens if isinstance(tokens, array) else array("I", tokens), np.uint32)
 
 
 def _ranks(ascending: npt.NDArray[np.generic]) -> Positions:
