@@ -787,6 +787,22 @@ def test_a_system_text_that_is_a_document_is_never_stored_as_exact(how: How, pre
         assert (exact.logits - full.logits).abs().max() <= 1e-4
 
 
+def test_a_learned_document_is_found_in_part_in_a_prompt_of_the_next_process(tmp_path):
+    text = random.Random(0).choices(range(10, 90), k=200)
+    given = settings(local_disk=tmp_path, blend_min_tokens=0)
+    with CachedModel(random_model(), given, SEPARATOR) as cached:
+        cached.learn(text, "a.txt")
+    with CachedModel(random_model(), given, SEPARATOR) as cached:
+        prompt = [1, 2, 3, *text[30:150], 4, 5]
+        (found,) = cached.engine.with_known(prompt, [])
+        assert (found.known.name, found.span) == ("a.txt", Span(3, 123))
+        report = cached.prefill(prompt, policy=RecomputePolicy(strategy="all")).report
+        assert report.reused == 120
+        exact = cached.prefill(prompt, "full").logits
+        blended = cached.prefill(prompt, policy=RecomputePolicy(strategy="all")).logits
+        assert torch.allclose(blended, exact, atol=1e-4)
+
+
 def test_a_document_that_does_not_fit_behind_the_primer_stops_no_later_prompt(caplog: pytest.LogCaptureFixture) -> None:
     with CachedModel(random_model(), settings(), SEPARATOR, learn_prefix=random_tokens(40, 1)) as cached:
         longest = random_tokens(cached.layers.positions - 30, 2)
