@@ -165,7 +165,7 @@ def times(documents: int, seed: int = 0) -> dict[str, float]:
         begun = time.perf_counter()
         runs = finder.find(prompt)
         seconds.append(time.perf_counter() - begun)
-        assert len(runs) == len(set(range(40))) or len(runs) >= 30
+        assert len(runs) >= 30
     one_more = Known(array("I", dice.integers(0, 150_000, 400, np.uint32).tobytes()))
     begun = time.perf_counter()
     finder.insert([one_more])

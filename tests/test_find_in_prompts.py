@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from test_turn_headers import WORDS
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -14,8 +15,6 @@ from lmc.blend.markers import Markers, separator_variants
 from lmc.blend.turn_headers import occurrences
 
 BENCH = Path(__file__).parents[1] / "bench"
-# As Llama 3, Qwen, DeepSeek and gpt-oss split texts: punctuation takes the newlines after it.
-WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SERVED = ["qwen3", "llama3_1", "deepseek_v3", "gptoss", "gemma3"]  # `make tokenizers` downloads them
 
 

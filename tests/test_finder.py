@@ -35,7 +35,7 @@ def knowing(documents):
 
 
 def places(finder, prompt, min_run=64):
-    """What is found, after a look at every token of it."""
+    """What is found. Every token of it is compared first."""
     runs, end = finder.find(prompt, min_run), 0
     for run in runs:
         assert (
@@ -121,7 +121,7 @@ def test_a_removed_document_is_not_found_and_can_come_back_any_number_of_times()
 
 @pytest.mark.parametrize("period", [1, 2, 3, 4, 5, 7, 16])
 def test_a_prompt_of_one_repeated_phrase_is_searched_in_bounded_time(period, monkeypatch):
-    """A line of dashes is no document, and each of its windows would be a hit in each line of dashes."""
+    """In a line of dashes, each window would be a hit in each other line of dashes."""
     compared = []
     monkeypatch.setattr("lmc.documents.finder._runs_at", lambda *args: compared.append(args) or [])
     phrase = [7 + i for i in range(period)]
@@ -185,3 +185,18 @@ def test_known_documents_are_found_in_their_own_namespace_until_they_are_forgott
     assert [run.tokens for run in known.find(mine, second, 64)] == [400]
     known.clear()
     assert known.find(mine, second, 64) == []
+
+
+def test_tenants_without_documents_take_no_memory(monkeypatch):
+    made = []
+
+    class Counted(DocumentFinder):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr("lmc.documents.known.DocumentFinder", Counted)
+    known, tokens = KnownDocuments(finds=True), list(range(100))
+    known.note(b"has one", tokens, document_keys(b"has one", tokens, 256))
+    assert [len(known.find(namespace, tokens, 64)) for namespace in (b"a", b"b", b"has one", b"c")] == [0, 0, 1, 0]
+    assert len(made) == 1

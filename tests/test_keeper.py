@@ -538,7 +538,7 @@ def test_documents_whose_time_is_over_are_forgotten_before_others(monkeypatch):
 def test_the_capacity_of_an_engine_that_does_not_blend_is_that_of_exact_chunks(tmp_path):
     with closing(engine_of(tmp_path)) as engine:
         blends = engine.capacity()
-        engine.shape = replace(engine.shape, kv_heads=0)  # Pages of which tokens cannot be read.
+        engine.shape = replace(engine.shape, kv_heads=0)  # The tokens of these pages cannot be read.
         assert engine.capacity() == blends
 
 

@@ -37,7 +37,7 @@ from lmc.connectors.transformers.layers import DecoderLayers
 from lmc.connectors.transformers.report import How, Prefilled, Report
 from lmc.connectors.transformers.selftest import prove_model
 from lmc.copies import settle
-from lmc.engine import CacheEngine, Match, NewChunk, Plan
+from lmc.engine import CacheEngine, DocumentMatch, Match, NewChunk, Plan
 from lmc.engine.identity import rope_name
 from lmc.errors import ChunkLost, ConfigError, InputError, UnsupportedModel
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds
@@ -274,9 +274,10 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         )
         if how == "full":
             return Plan(match=match)
-        spans, start = ((), None) if how == "exact" else (segments.documents, segments.opening)
-        documents = self.engine.documents(prompt, spans, self._salt, start=start)
-        documents = self.engine.with_known(prompt, documents, self._salt) if how in ("blend", "reuse") else documents
+        documents: tuple[DocumentMatch, ...] = ()
+        if how != "exact":
+            documents = self.engine.documents(prompt, segments.documents, self._salt, start=segments.opening)
+            documents = self.engine.with_known(prompt, documents, self._salt)
         chain = self.engine.token_chain(prompt, self._salt, ends=[segments.system.stop])
         return self.engine.plan(self.engine.look(replace(match, documents=documents), chain))
 

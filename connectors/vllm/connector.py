@@ -175,10 +175,10 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         """Do nothing: loads run between the engine's forward passes."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **named: Any) -> None:
-        """Do nothing: `wait_for_save` copies the blocks that a forward pass has completed."""
+        """Do nothing: `wait_for_save` copies blocks that earlier steps have filled."""
 
     def wait_for_save(self) -> None:
-        """Copy the blocks that the forward pass has completed. A second call in the same step copies nothing."""
+        """Copy blocks that earlier steps have filled. A second call in the same step copies nothing."""
         worker = self._worker
         if worker is not None:
             plan = self._get_connector_metadata().plan
@@ -189,7 +189,6 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         """Return the requests whose load has ended, including requests that were aborted during the load.
 
         In a step without tokens, this method also saves blocks, because vLLM 0.30 does not call `wait_for_save` there.
-        In a step with tokens it must not save, because later versions call it before a drafter has written its KV.
         """
         worker = self._worker
         if worker is None:

@@ -175,10 +175,12 @@ class KnownDocuments:
     def find(self, namespace: bytes, tokens: Sequence[int], min_run: int) -> Sequence[FoundRun[KnownDocument]]:
         """Return the runs of a namespace's documents in a prompt; see `DocumentFinder.find`."""
         with self._mutex:
+            if namespace not in self._finders and namespace not in self._new:
+                return []  # Most tenants may have no documents, and need no finder.
             return self._finder(namespace).find(tokens, min_run)
 
     def prepare(self) -> None:
-        """Index all new documents now, so that the next prompt does not wait for it."""
+        """Insert all new documents into the finders now, so that the next prompt does not wait for it."""
         with self._mutex:
             for namespace in list(self._new):
                 self._finder(namespace)

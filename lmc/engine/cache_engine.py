@@ -135,20 +135,10 @@ class CacheEngine:
 
     def _run(self, prompt: Sequence[int], run: FoundRun[KnownDocument]) -> DocumentMatch:
         """Return a run of a known document in a prompt, not looked up yet."""
-        document, before = run.document, len(self.prefix)
-        start = run.at - run.first  # where the document would begin
-        exact = start == before and self._begins(prompt)
-        pieces = [
-            Piece.whole(RecordKind.DOCUMENT, key, stop - first, start + first, before + first, None, exact=exact)
-            for key, (first, stop) in zip(
-                document.keys, chunk_bounds(len(document.tokens), self.chunk_size), strict=True
-            )
-        ]
+        document, start, span = run.document, run.at - run.first, Span(run.at, run.at + run.tokens)
+        pieces = self._pieces(prompt, Span(start, start + len(document.tokens)), document.keys)
         return DocumentMatch(
-            span=Span(run.at, run.at + run.tokens),
-            pieces=tuple(trim(pieces, run.at, run.at + run.tokens)),
-            learnable=False,
-            known=document,
+            span=span, pieces=tuple(trim(pieces, span.start, span.stop)), learnable=False, known=document
         )
 
     def document_span(self, prompt: Sequence[int]) -> Span:
@@ -166,13 +156,17 @@ class CacheEngine:
     def _document(
         self, prompt: Sequence[int], span: Span, namespace: bytes, *, learnable: bool = True
     ) -> DocumentMatch:
-        keys, before = self.document_keys(prompt[span.start : span.stop], namespace), len(self.prefix)
+        keys = self.document_keys(prompt[span.start : span.stop], namespace)
+        return DocumentMatch(span=span, pieces=tuple(self._pieces(prompt, span, keys)), learnable=learnable)
+
+    def _pieces(self, prompt: Sequence[int], span: Span, keys: Sequence[ChunkKey]) -> list[Piece]:
+        """Return the chunks of a whole document at `span`, which may extend beyond the prompt."""
+        before = len(self.prefix)
         exact = span.start == before and self._begins(prompt)
-        pieces = [
+        return [
             Piece.whole(RecordKind.DOCUMENT, key, stop - start, span.start + start, before + start, None, exact=exact)
             for key, (start, stop) in zip(keys, chunk_bounds(len(span), self.chunk_size), strict=True)
         ]
-        return DocumentMatch(span=span, pieces=tuple(pieces), learnable=learnable)
 
     def document_keys(self, tokens: Sequence[int], namespace: bytes) -> list[ChunkKey]:
         """Return the keys of a document's chunks."""

@@ -115,7 +115,7 @@ class Ping(Request, frozen=True):
         )
         documents = arena.waiting.take(lease, lease.namespaces, has_time=self.has_time)
         learned, lease.told = arena.learned.since(lease.told) if self.finds else ([], lease.told)
-        described = [Described.of(document) for document in learned]
+        described = [Described.of(document) for document in learned if not document.removed]
         return Beat(lease.stats(), lease.store.cost.speeds(), arena.keeper.pinned_chunks, documents, described)
 
 

@@ -149,7 +149,7 @@ def threads_are_done(lab: Lab) -> None:
 
 
 def change_batches(monkeypatch: Any, change: Callable[[Any, Any], None]) -> None:
-    """Let `change` put a fault into what lmc tells the engine's attention of a batch, given the rows' positions."""
+    """Put a fault, by `change`, into what lmc tells the engine's attention of a batch, given the rows' positions."""
     describe = NativeLayers._common
 
     def changed(self: Any, positions: Any, *where: Any) -> Any:

@@ -41,7 +41,7 @@ class Said(logging.Handler):
 
 def test_an_engine_whose_self_test_fails_does_not_blend_and_explains_that(models, monkeypatch):
     def late(batch, positions):
-        batch.seq_lens = batch.seq_lens_cpu_upper_bound = batch.seq_lens - 1  # nobody sees the last key
+        batch.seq_lens = batch.seq_lens_cpu_upper_bound = batch.seq_lens - 1  # No row sees the last key.
 
     change_batches(monkeypatch, late)
     with engine(models("llama")) as broken:

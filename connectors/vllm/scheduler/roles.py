@@ -87,8 +87,7 @@ class Roles:
             return
         assert state.policy is not None
         if request.prompt_token_ids is not None:  # Without token ids, the request has only prompt embeddings.
-            check_tokens(request.prompt_token_ids)
-            self._find_documents(state, options)
+            self._find_documents(state, options, check_tokens(request.prompt_token_ids))
         why = self._why_not(state, bool(options.learn))
         if not why and (asked or state.documents):
             state.role = Role.LEARN if options.learn else Role.BLEND
@@ -97,14 +96,14 @@ class Roles:
             state.note = why
             self._refuse(why, f"{why}; served exactly")
 
-    def _find_documents(self, state: RequestState, options: Options) -> None:
-        prompt, start = state.request.prompt_token_ids, None
+    def _find_documents(self, state: RequestState, options: Options, prompt: "array[int]") -> None:
+        start: Span | None = None
         spans: tuple[Span, ...] | None = None
         if options.documents is not None:
-            spans = self._spans_of(state, options.documents)
+            spans = self._spans_of(state, options.documents, prompt)
             state.question = spans[-1].stop if spans else 0
         else:
-            segments = split(prompt, self._setup.markers or Markers(separators=()))
+            segments = split(state.request.prompt_token_ids, self._setup.markers or Markers(separators=()))
             spans, start, state.question = segments.documents, segments.opening, segments.question.start
             if options.learn and not state.question:  # Without separators, the prompt is one document.
                 spans = (self._setup.engine.document_span(prompt),)
@@ -116,22 +115,22 @@ class Roles:
             state.question = max([state.question, *(one.span.stop for one in state.documents if one.known)])
         state.question = min(state.question, len(prompt) - 1)  # Without a question, the last token is the question.
 
-    def _spans_of(self, state: RequestState, documents: Sequence[Span | str]) -> tuple[Span, ...]:
+    def _spans_of(self, state: RequestState, documents: Sequence[Span | str], prompt: "array[int]") -> tuple[Span, ...]:
         """Return the spans of documents, given as spans or as texts. A text that is not in the prompt is noted."""
         texts = [given for given in documents if isinstance(given, str)]
         if not texts:
             return tuple(given for given in documents if isinstance(given, Span))
-        tokenizer, prompt = self._setup.tokenizer, state.request.prompt_token_ids
+        tokenizer = self._setup.tokenizer
         if len(texts) > MOST_TEXTS:
             raise InputError(
                 f"lmc.documents: a prompt may name {MOST_TEXTS} texts at most; give the others as positions"
             )
         if tokenizer is None:
             raise InputError("lmc.documents as texts need a tokenizer, which this engine does not have")
-        found = find_texts(array("I", prompt), [self._inner_tokens(text) for text in texts])
+        found = find_texts(prompt, [self._inner_tokens(text) for text in texts])
         missing = [text for text, spans in zip(texts, found, strict=True) if not spans]
         if missing:
-            why = why_missing(tokenizer.decode(list(prompt)), missing[0])
+            why = why_missing(tokenizer.decode(state.request.prompt_token_ids), missing[0])
             state.note = f"lmc.documents: {reprlib.repr(missing[0])} was not found: {why}"
             if len(missing) > 1:
                 state.note += f"; {len(missing) - 1} more of {len(texts)} texts were not found"
@@ -157,7 +156,7 @@ class Roles:
             "requests with multimodal input are not blended": bool(request.mm_features),
             "requests with prompt embeddings are not blended": request.prompt_embeds is not None,
             "a document to learn must have no special tokens (add_special_tokens: false)": turns,
-            "there is no document to learn (a text without special tokens)": learn and not any(documents),
+            "there is no document to learn: a document is text without special tokens": learn and not any(documents),
             "prompt_logprobs cannot be combined with lmc.learn": learn and request.skip_reading_prefix_cache,
         }
         return next((why for why, there in reasons.items() if there), "")

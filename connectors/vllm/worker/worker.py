@@ -249,7 +249,7 @@ class Worker:
             self._slab = None
 
     def save(self, jobs: list[SaveJob]) -> None:
-        """Copy the blocks that this step has completed into slots, after the forward pass."""
+        """Copy blocks that earlier steps have filled into slots, after the forward pass of this step."""
         if not jobs:
             return
         with torch.inference_mode(), self._streams.behind(self._streams.save):

@@ -31,6 +31,7 @@ IdField = Annotated[
     str, typer.Option("--id", help="field of a JSON object with the document's id, such as metadata.source")
 ]
 TextField = Annotated[str, typer.Option("--text", help="field of a JSON object with the text")]
+Split = Annotated[bool, typer.Option("--split", help="cut texts that are too long for the model into parts")]
 
 
 def learn(
@@ -50,9 +51,7 @@ def learn(
     patterns: Patterns = None,
     id_field: IdField = "id",
     text_field: TextField = "text",
-    split: Annotated[
-        bool, typer.Option("--split", help="cut texts that are too long for the model into parts; needs the model")
-    ] = False,
+    split: Split = False,
     salt: Annotated[
         str,
         typer.Option(help="cache_salt of the tenant that may use the documents; default: requests without cache_salt"),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from lmc.commands.learn.command import SOURCE_HELP, IdField, Patterns, TextField
+from lmc.commands.learn.command import SOURCE_HELP, IdField, Patterns, Split, TextField
 from lmc.errors import needs_transformers
 from lmc.terminal import AsJson, console, print_json, printable
 
@@ -51,9 +51,7 @@ def size(
     patterns: Patterns = None,
     id_field: IdField = "id",
     text_field: TextField = "text",
-    split: Annotated[
-        bool, typer.Option("--split", help="count texts that are too long for the model in parts")
-    ] = False,
+    split: Split = False,
     dtype: Annotated[
         str | None,
         typer.Option(help="dtype of the KV: bfloat16, float16, float32 or float8_e4m3fn; default: the model's dtype"),
