@@ -129,14 +129,19 @@ class Engine:
         return self._call("steps", list(tokens), count)["seconds"]
 
     def serve(
-        self, prompts: Sequence[Sequence[int]], count: int, lmc: dict[str, Any] | None = None, **sampling: Any
+        self,
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        lmc: dict[str, Any] | None = None,
+        cache_salt: str | None = None,
+        **sampling: Any,
     ) -> dict[str, Any]:
-        """Serve several requests at once: `seconds` for all, and an answer for each.
+        """Serve several requests of a tenant at once: `seconds` for all, and an answer for each.
 
         An answer has `ttft` and `seconds` since the start, `tokens`, `cached` (tokens of the prompt that were not
         computed, as vLLM counts them), `facts` of lmc and, if `sampling` has `logprobs`, these for each token.
         """
-        return self._call("serve", [list(tokens) for tokens in prompts], count, lmc, sampling)
+        return self._call("serve", [list(tokens) for tokens in prompts], count, lmc, cache_salt, sampling)
 
     def beam_search(self, tokens: Sequence[int], width: int, steps: int) -> float:
         """Seconds of a beam search. The engine needs a tokenizer for it."""
@@ -289,12 +294,18 @@ class Host:
         return {"seconds": seconds}
 
     def serve(
-        self, prompts: list[list[int]], count: int, lmc: dict[str, Any] | None, sampling: dict[str, Any]
+        self,
+        prompts: list[list[int]],
+        count: int,
+        lmc: dict[str, Any] | None,
+        cache_salt: str | None,
+        sampling: dict[str, Any],
     ) -> dict[str, Any]:
+        tenant = {} if cache_salt is None else {"cache_salt": cache_salt}
         started, answers = time.perf_counter(), [dict[str, Any]() for _ in prompts]
         for i, tokens in enumerate(prompts):
             asked = parameters(lmc, count, **sampling)
-            self.engine.add_request(str(i), {"prompt_token_ids": tokens}, asked)
+            self.engine.add_request(str(i), {"prompt_token_ids": tokens, **tenant}, asked)
         while self.engine.has_unfinished_requests():
             for out in self.engine.step():
                 answer, now = answers[int(out.request_id)], time.perf_counter() - started

@@ -75,6 +75,24 @@ def split(tokens: Tokens, markers: Markers) -> Segments:
     )
 
 
+def texts(tokens: Tokens, markers: Markers) -> list[Span]:
+    """Return the parts of a prompt that are text of somebody else than the model.
+
+    They are outside of special tokens, headers of turns, separators, and the model's answers.
+    """
+    headers = _headers(tokens, markers)
+    others = [Span(at, at + 1) for at, token in enumerate(tokens) if token in markers.special]
+    others += (Span(at, at + len(header)) for at, header in headers)
+    others += (Span(answer.start, answer.stop) for answer in _answers(len(tokens), headers, markers.answers))
+    others += _find(tokens, markers.separators)
+    found, end = list[Span](), 0
+    for other in [*sorted(others, key=lambda span: span.start), Span(len(tokens), len(tokens))]:
+        if other.start > end:
+            found.append(Span(end, other.start))
+        end = max(end, other.stop)
+    return found
+
+
 def has_turns(tokens: Tokens, markers: Markers) -> bool:
     """Return whether tokens contain a special token or the header of a turn, and so are not a document."""
     return not markers.special.isdisjoint(tokens) or any(_headers(tokens, markers))

@@ -76,6 +76,8 @@ OF_REQUESTS = (  # A vLLM server counts all of them; `Prefills` of the transform
     Name("documents_known", "documents in prompts that were already stored"),
     Name("documents_unknown", "documents in prompts that were not stored"),
     Name("documents_learned", "documents learned"),
+    Name("repeated_documents", "texts queued to be learned because prompts repeat them (blend_find: repeated)"),
+    Name("repeated_tokens", "reused tokens of documents that were learned because prompts repeat them"),
     Name("capacity_tokens", "document tokens that fit into a tier", ("place",), gauge=True),
     Name("layers", "layers of the model, the divisor of token_layers", gauge=True),
 )

@@ -24,6 +24,7 @@ from lmc.connectors.vllm.scheduler.prefill_pace import EngineStep, PrefillPace
 from lmc.errors import ChunkLost
 from lmc.storage.cost_model import (
     BLEND_TRIAL_CHOICES,
+    ENOUGH,
     MAX_SURVEYS,
     SURVEY_EVERY,
     TRIAL_CHOICES,
@@ -484,8 +485,17 @@ def test_a_blend_is_made_if_it_was_faster_and_left_out_if_it_was_slower() -> Non
 def test_a_blend_that_computes_as_much_as_prefill_is_not_made_even_where_nothing_was_measured() -> None:
     """As long instructions after the last document, which go through the layers twice."""
     cost = CostModel(Clock(100.0))
-    assert is_blended(cost, blend_of(899))
-    assert cost.against_blend(blend_of(950), AUTO) == "a blend would compute 950 tokens, and prefill computes 1000"
+    assert is_blended(cost, blend_of(750))
+    assert cost.against_blend(blend_of(800), AUTO) == "a blend would compute 800 tokens, and prefill computes 1000"
+
+
+def test_the_pace_of_prefill_is_that_of_short_prompts() -> None:
+    cost = CostModel(Clock(100.0))
+    assert cost.prefill_pace() is None
+    for length, pace in ((8000, 0.004), (500, 0.001)):
+        for _ in range(ENOUGH):
+            cost.computed(length, pace * length, length)
+    assert cost.prefill_pace() == pytest.approx(0.001)
 
 
 def test_what_the_engine_has_itself_counts() -> None:

@@ -5,7 +5,7 @@ from vllm_fakes import BLOCK, DOC_A, DOC_B, Lab, Request, learn, prompt, state_o
 
 from lmc.blend.segments import Span
 from lmc.connectors.vllm.messages import StepReport
-from lmc.connectors.vllm.scheduler import backfill, isolation
+from lmc.connectors.vllm.scheduler import backfill, isolation, scheduler
 from lmc.connectors.vllm.scheduler.idle import MAX_PAUSE_SECONDS
 from lmc.connectors.vllm.scheduler.isolation import OwnBlends, set_salts
 from lmc.engine import Piece
@@ -307,6 +307,22 @@ def test_idle_steps_compute_a_conversation_exactly(lab: Lab) -> None:
     plain = lab.arrive("plain", turn, {"blend": False})
     assert lab.look(plain) >= cached, "it is exact, so that everybody finds it"
     lab.finish(plain)
+
+
+def test_idle_steps_are_used_only_after_a_moment_of_rest(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs often send the next turn at once. It does not wait for a layer of the turn before."""
+    monkeypatch.setattr(scheduler, "REST_SECONDS", 0.05)
+    tokens = chat(DOC_A, DOC_B)
+    first_turn(lab, tokens)
+    for _ in range(5):
+        plan = lab.step()
+        assert not plan.rested
+        assert not plan.backfill
+    lab.now += 0.05
+    plan = lab.step()
+    assert plan.rested
+    assert len(plan.backfill) == 1
+    lab.finish(lab.arrive("second", later_turn(tokens)))
 
 
 def test_another_question_about_the_same_documents_finds_them_exactly_after_idle_steps(make) -> None:

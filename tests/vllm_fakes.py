@@ -16,9 +16,11 @@ from storage_fakes import open_gates
 from lmc.blend.markers import Markers
 from lmc.config.settings import Settings
 from lmc.connectors.vllm.messages import BlendJob, LoadJob, SaveJob, StepPlan, StepReport, WorkerFacts
+from lmc.connectors.vllm.scheduler import scheduler
 from lmc.connectors.vllm.scheduler.scheduler import Scheduler
 from lmc.connectors.vllm.start import Setup, layers_of_stages, open_engine
 from lmc.shapes import GIB
+from lmc.storage import cost_model
 from lmc.storage.memory.slab import LOST, Slab
 
 BLOCK, CHUNK, LAYERS, HEADS, DIM = 4, 8, 2, 1, 8
@@ -294,6 +296,7 @@ class Lab:
         answers=(),
         messages=(),
         trace=None,
+        tokenizer=None,
     ):
         self.now = 0.0
         memory = slots * LAYERS * 4096 * ranks / GIB
@@ -323,6 +326,7 @@ class Lab:
             ranks=ranks,
             markers=Markers(separators=(SEPARATOR,), special=special, answers=answers, messages=messages),
             blends=blends,
+            tokenizer=tokenizer,
             trace=trace,
             batch_tokens=batch_tokens,
             by_priority=by_priority,
@@ -518,8 +522,14 @@ def prompt(*documents, system=SYSTEM, question=QUESTION):
 
 
 @pytest.fixture
-def make():
-    """Makes labs; at the end of the test nothing may be held by anybody."""
+def make(monkeypatch):
+    """Makes labs; at the end of the test nothing may be held by anybody.
+
+    No time passes in a lab by itself, so that its engine rests at once. Its prompts are short, so that blends of them
+    compute a large share.
+    """
+    monkeypatch.setattr(scheduler, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(cost_model, "LESS_WORK", 0.9)
     made = []
 
     def make_lab(*tiers, **options):

@@ -105,6 +105,7 @@ class StepPlan:
 
     slab: SlabAddress | None = None
     scheduled: int = 0  # number of tokens that the engine itself computes in this step
+    rested: bool = True  # The engine has computed nothing for a moment, so that jobs for idle steps may run.
     loads: list[LoadJob | BlendJob] = field(default_factory=list)
     first: set[str] = field(default_factory=set)  # requests whose blends a prompt waits for; the step ends after them
     late: list[str] = field(default_factory=list)  # requests whose loads have failed because chunks did not arrive

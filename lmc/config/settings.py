@@ -143,7 +143,7 @@ class Settings(BaseModel):
     )
     blend_min_tokens: Whole = Field(256, ge=0, description="a whole number of tokens from 0 on")
     blend_learn: bool = Field(True, description="true or false")
-    blend_find: Literal["known", "separators"] = Field("known", description="known or separators")
+    blend_find: Literal["known", "repeated", "separators"] = Field("known", description="known, repeated or separators")
     blend_min_run: Whole = Field(64, ge=48, description="a whole number of tokens from 48 on")
 
     # Administration
@@ -207,6 +207,11 @@ class Settings(BaseModel):
             read_environment(environ, names, "LMCACHE_"),
             read_yaml(environ, names),
         )
+
+    @property
+    def finds_known(self) -> bool:
+        """Whether known documents are found anywhere in a prompt."""
+        return self.enable_blending and self.blend_find != "separators"
 
     def origin(self, name: str) -> str:
         """Return the source of a setting's value as text; raise `KeyError` for an unknown setting."""

@@ -157,7 +157,7 @@ class DocumentFinder(Generic[D]):
         tokens = np.concatenate([_array(document.tokens) for document in documents])
         starts = np.repeat(np.cumsum(lengths) - lengths, counts)
         starts += FIRST + STRIDE * (np.arange(int(counts.sum())) - np.repeat(before, counts))
-        return self._hashes(tokens)[starts], ~_is_periodic(tokens[starts[:, None] + np.arange(BLOCK)]), counts
+        return self._hashes(tokens)[starts], ~is_periodic(tokens[starts[:, None] + np.arange(BLOCK)]), counts
 
     def _hashes(self, tokens: Array) -> Array:
         """Return a hash of the `BLOCK` tokens from each position on: the upper half of a polynomial modulo 2^64."""
@@ -276,7 +276,7 @@ def _ranks(ascending: npt.NDArray[np.generic]) -> Positions:
     return np.arange(len(ascending)) - np.repeat(starts, np.diff(np.r_[starts, len(ascending)]))
 
 
-def _is_periodic(blocks: Array) -> npt.NDArray[np.bool_]:
+def is_periodic(blocks: Array) -> npt.NDArray[np.bool_]:
     """Return for each block whether it repeats a period of at most `MAX_PERIOD` tokens."""
     periodic = np.zeros(len(blocks), np.bool_)
     for period in range(1, MAX_PERIOD + 1):

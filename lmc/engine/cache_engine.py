@@ -73,8 +73,7 @@ class CacheEngine:
         self.learning = LearnQueue(self.store.slots * self.chunk_size)
         self.recalled: dict[ChunkKey, str] = {}  # `NewChunk.details` of the records on disk
         self.background = Background()
-        self._finds = settings.enable_blending and settings.blend_find == "known"
-        self.known = KnownDocuments(self.background, finds=self._finds)
+        self.known = KnownDocuments(self.background, finds=settings.finds_known)
         self._recall()
         self.keeper = self._open_keeper()
         self.store.trim()  # only now, because it must know which documents are pinned
@@ -118,7 +117,7 @@ class CacheEngine:
 
         A document that is known with other tokens at its ends becomes the known one, so that it is stored once.
         """
-        if not self._finds:
+        if not self.settings.finds_known:
             return tuple(documents)
         namespace = self.namespace(RecordKind.DOCUMENT, salt)
         found = [self._run(prompt, run) for run in self.known.find(namespace, prompt, self.settings.blend_min_run)]

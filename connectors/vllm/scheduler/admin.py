@@ -132,7 +132,7 @@ class Administration:
         refused = self._setup.refused or state.note
         if state.role is Role.EXACT and not refused:
             nothing = f"there is no special string {self._engine.settings.blend_special_str!r} in the prompt"
-            if self._engine.settings.blend_find == "known":
+            if self._engine.settings.finds_known:
                 nothing += ", and no document that this engine knows: learn documents with lmc learn"
             refused = "the request says blend: false" if state.policy and not state.blends else nothing
         size, hashes = self._setup.block_size, request.block_hashes

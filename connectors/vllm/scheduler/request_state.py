@@ -69,6 +69,7 @@ class RequestState:
     blends: bool = True  # The request allows blending.
     learns: bool = True  # Unknown documents of the request may be learned.
     unknown: tuple[Span, ...] = ()  # documents to learn
+    repeats: tuple[Span, ...] = ()  # what the prompt repeats of earlier prompts after other beginnings
     queued: tuple[Unlearned, ...] = ()  # documents that a request to learn has put into the queue
     # Facts for the response
     name: str = ""  # name for the documents of a request to learn

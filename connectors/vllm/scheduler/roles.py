@@ -82,7 +82,7 @@ class Roles:
     def _find_role(self, state: RequestState, options: Options) -> None:
         request = state.request
         asked = bool(options.learn) or (options.blend and options.documents is not None)
-        searched = self._setup.markers is not None or self._setup.settings.blend_find == "known"
+        searched = self._setup.markers is not None or self._setup.settings.finds_known
         if not asked and not (self._setup.blends and options.blend and searched):
             return
         assert state.policy is not None

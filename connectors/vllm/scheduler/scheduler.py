@@ -26,11 +26,13 @@ from lmc.blend.strategies import NEEDS_QUESTION
 from lmc.connectors.vllm.messages import BLEND_SHARE, StepPlan, StepReport
 from lmc.connectors.vllm.scheduler.backfill import Backfill
 from lmc.connectors.vllm.scheduler.claims import Claims
+from lmc.connectors.vllm.scheduler.idle import REST_SECONDS
 from lmc.connectors.vllm.scheduler.isolation import OwnBlends, cached_blocks, salt_of, set_salts
 from lmc.connectors.vllm.scheduler.jobs import job_of, sources_of
 from lmc.connectors.vllm.scheduler.kv_events import KVEvents
 from lmc.connectors.vllm.scheduler.pending import PendingTransfers
 from lmc.connectors.vllm.scheduler.prefill_pace import PrefillPace
+from lmc.connectors.vllm.scheduler.repeated import RepeatedTexts
 from lmc.connectors.vllm.scheduler.request_state import RequestState, Role
 from lmc.connectors.vllm.scheduler.roles import Roles
 from lmc.connectors.vllm.scheduler.save_queue import SaveQueue
@@ -68,6 +70,7 @@ class Scheduler:
         # Observations for histograms, by the keys of `lmc.metrics`.
         self._observed: defaultdict[str, list[float]] = defaultdict(list)
         self._roles = Roles(setup, self.counts)
+        self._repeated = RepeatedTexts(setup, self.counts)
         self._claims = Claims(setup)
         self._pace = PrefillPace(self.engine.store.cost)
         self.pending = PendingTransfers(setup.ranks, self.engine.store)
@@ -108,6 +111,7 @@ class Scheduler:
             state.stamp += self._process  # The same number stands for a different image in another process.
         self._states[state.id] = state
         self.counts["requests"] += 1
+        self._repeated.arrived(state)  # before its block hashes are salted
         if self._is_short(state) or self._is_cached(state):
             state.cached = True
             return
@@ -222,6 +226,7 @@ class Scheduler:
         self._next.loads.append(job_of(state, plan, blocks, self._block_size, ready=ready))
         if state.role is not Role.LEARN:
             self.counts["blends" if plan.approximate else "loads"] += 1
+            self._repeated.reused(state, plan)
             for place, count in state.sources.items():
                 self.counts[f"tokens_from_{place}"] += count
 
@@ -256,6 +261,7 @@ class Scheduler:
         # Nothing is learned for a request that never ran, because the engine may be asleep without its weights.
         if self._setup.settings.blend_learn and state.learns and request.num_computed_tokens:
             self.engine.learn_later(request.prompt_token_ids, state.unknown, state.salt)
+            self._repeated.ended(state)
         if state.role is Role.BLEND:
             self.counts["blends_continued"] += state.continued > 0
             self.counts["blends_skipped"] += state.refused not in ("", REPEATED)
@@ -295,15 +301,16 @@ class Scheduler:
         if self._setup.ranks > 1:
             plan.arrived = {state.id: self._claims.arrived(state) for state in loading}
         idle = not scheduled and not loading and not plan.loads
+        plan.rested = not scheduled and self._setup.clock() - self._ran >= REST_SECONDS
         holds_blocks = self._saves.has_idle_job or self._backfill.under_way
         blocked = holds_blocks and self._waits_for_blocks
         plan.cancel = self._saves.to_cancel(idle=idle, blocked=blocked)
-        learn = self._saves.learn_next(idle=idle) if self._runs and not self.off else None
+        learn = self._saves.learn_next(idle=idle and plan.rested) if self._runs and not self.off else None
         plan.learn += [learn] if learn else []
         blocked = blocked or (learn is None and self._could_learn(idle=idle))
         idle = idle and not self.engine.learning.under_way
         plan.cancel += self._backfill.to_cancel(idle=idle, blocked=blocked)
-        if idle and not self.off and (backfill := self._backfill.next_job()) is not None:
+        if idle and plan.rested and not self.off and (backfill := self._backfill.next_job()) is not None:
             plan.backfill.append(backfill)
         if len(loading) + len(scheduled) + len(plan.learn) + len(self.engine.learning.under_way) > 1:
             for state in (*loading, *(self._states[name] for name in scheduled if name in self._states)):

@@ -189,7 +189,7 @@ class Worker:
                 remaining = 0
             # Learning comes last. While requests run, it gets one slice of a step, so that requests hardly wait for it.
             turn = remaining == limit or not self._steps % LEARN_EVERY
-            idle = not plan.scheduled and not self._loading and not plan.first
+            idle = plan.rested and not plan.scheduled and not self._loading and not plan.first
             self._do([work for work in self._learning if not work.idle], 0 if plan.scheduled else remaining, alone=turn)
             # Idle work gets one slice of a step, so that a new request waits for one slice at most.
             if idle and all(work.idle for work in self._learning):

@@ -1,0 +1,249 @@
+"""An agent's conversations whose context is dropped twice, with `blend_find: repeated`: what is reused of what moves.
+
+    python bench/agent.py [--model small|smollm2|both] [--think 0.5] [--rows FILE]
+
+An agent reads files of this repository and runs commands, one in each turn, through messages in the model's chat
+template: 30 of SmolLM2, 20 of the small model. Twice it replaces its oldest turns by a summary, as agents do, so that everything after them moves, and the
+engine's own prefix cache loses it. Nothing is learned ahead, and no separators are used. Two sessions of one tenant
+read the same files, and then a session of another tenant. Answers are given (teacher forcing), so that all engines get
+the same prompts. Between two turns the agent runs its tool for `--think` seconds. What is measured:
+
+    moved       tokens of messages that are in an earlier prompt of the tenant, and that the prefix cache does not have
+    again       of these, tokens that have moved before: they are in two earlier prompts after different beginnings
+    reused      of `again`, the share whose KV came from the store; the rest are answers, short messages, and headers
+    crossed     tokens that the other tenant reused before they were repeated in its own prompts
+    ttft        of prompts with `again` tokens: TTFT of vLLM alone over TTFT with lmc, median
+    kl          KL(full prefill ‖ lmc) in nats over the answers to these prompts; `blind`: the same of blind reuse
+    closed      1 − kl / blind
+    first       share of these prompts whose likeliest first token is that of full prefill
+"""
+
+import argparse
+import json
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from chat_tokens import SMALL, SMOLLM2, ChatTokens
+from common import closing_line, parser
+from conversation import LIKELIEST, compared
+from engine import Engine
+
+from lmc.demo.random_model import machine
+from lmc.keys import tokens_digest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = "storage", "lmc/engine", "lmc/server", "lmc/router"
+FILES = 24  # that a session reads
+READ_AGAIN, RAN = 0.2, 0.3  # shares of turns that read a file again, or run a command
+DROPS = (0.4, 0.65)  # when the context is dropped, as shares of the turns
+DROPPED = 0.25  # share of the turns in the context that is dropped
+SIZES = {SMALL: (150, 300), SMOLLM2: (180, 420)}  # tokens of a tool's result
+ANSWER = 24  # most tokens of an answer that is compared
+ROOM = {"skip_tokenizer_init": False, "max_logprobs": LIKELIEST, "logits_processors": ["forced:Forced"]}
+LENGTHS = {SMALL: 4096, SMOLLM2: 8192}
+TURNS = {SMALL: 20, SMOLLM2: 30}  # that fit
+SYSTEM = """You are a coding agent. You work in a repository, and answer with one call of a tool in each turn.
+read_file(path) returns a part of a file. run(command) returns the output of a command. Look before you change
+anything."""
+PLAIN, LMC, BLIND = "vLLM", "lmc", "blind"
+WAYS: Mapping[str, dict[str, Any] | None] = {PLAIN: None, LMC: {}, BLIND: {"strategy": "none"}}
+
+Message = dict[str, str]
+
+
+@dataclass
+class Turn:
+    """A prompt, the answer that is given to it, and where each message is in the prompt."""
+
+    prompt: list[int]
+    answer: list[int]
+    messages: list[tuple[int, int]]
+
+
+@dataclass
+class Known:
+    """After which beginnings the messages of a tenant's prompts were, by their tokens."""
+
+    beginnings: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+
+    def moved(self, turn: Turn) -> tuple[int, int]:
+        """Return how many tokens of a prompt have moved, and how many of them again. Remembers the prompt."""
+        moved = again = 0
+        for start, stop in turn.messages:
+            before = self.beginnings[tokens_digest(turn.prompt[start:stop])]
+            beginning = tokens_digest(turn.prompt[:start])
+            if before and beginning not in before:
+                moved += stop - start
+                again += (stop - start) * (len(before) > 1)
+            before.add(beginning)
+        return moved, again
+
+
+class Agent:
+    """Writes the conversations of one model's agent."""
+
+    def __init__(self, model: str) -> None:
+        self.chats, self._turns, self._sizes = ChatTokens.of(model), TURNS[model], SIZES[model]
+        self._files = dict(_files(self.chats, self._sizes))
+
+    def session(self, seed: int) -> Iterator[Turn]:
+        """Yield the turns of a session. Sessions of the same seed are equal; others read the same files."""
+        draw, read = random.Random(seed), list[str]()
+        names = draw.sample(sorted(self._files), FILES)
+        task = f"Task {seed}: find out why chunk {draw.randrange(10**6)} is never evicted, and which test shows it."
+        head = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task}]
+        steps = list[tuple[Message, Message]]()
+        drops = [round(share * self._turns) for share in DROPS]
+        for number in range(self._turns):
+            if number in drops:
+                gone, steps = steps[: int(DROPPED * len(steps))], steps[int(DROPPED * len(steps)) :]
+                summary = f"Summary of {len(gone)} earlier steps: " + " ".join(said["content"] for said, _ in gone)
+                head = [*head[:2], {"role": "user", "content": summary[:400]}]
+            call, result = self._step(draw, names, read)
+            said = {"role": "assistant", "content": call}
+            chat = [*head, *(message for step in steps for message in step)]
+            yield self._turn(chat, call)
+            steps.append((said, {"role": "tool", "content": result}))
+
+    def _step(self, draw: random.Random, names: list[str], read: list[str]) -> tuple[str, str]:
+        kind = draw.random()
+        if kind < RAN:
+            test = f"tests/test_{draw.choice(names).split('/')[-1]}"
+            lines = [f"{test}::test_{draw.randrange(10**4)} PASSED in {draw.random():.4f} s" for _ in range(60)]
+            return f"run(pytest {test})", _begin(self.chats, lines, draw.randint(*self._sizes))
+        if read and kind < RAN + READ_AGAIN:
+            name = draw.choice(read)
+        else:
+            name = names.pop() if names else draw.choice(read)
+            read.append(name)
+        return f"read_file({name})", self._files[name]
+
+    def _turn(self, chat: list[Message], call: str) -> Turn:
+        ends = [len(self._encode(chat[: count + 1])) for count in range(len(chat))]
+        starts = [0, *ends[:-1]]
+        answer = self.chats.tokenizer.encode(call, add_special_tokens=False)[:ANSWER]
+        return Turn(self._encode(chat, prompts=True), answer, list(zip(starts, ends, strict=True)))
+
+    def _encode(self, chat: Sequence[Message], *, prompts: bool = False) -> list[int]:
+        text = self.chats.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompts)
+        return list(self.chats.tokenizer.encode(text, add_special_tokens=False))
+
+
+def _files(chats: ChatTokens, sizes: tuple[int, int]) -> Iterator[tuple[str, str]]:
+    """Yield parts of files of this repository, each of a tool result's length."""
+    draw = random.Random(0)
+    for path in sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")):
+        lines = path.read_text().splitlines()
+        if len(lines) >= sizes[1] // 4:
+            name = str(path.relative_to(ROOT))
+            yield name, f"{name}:\n{_begin(chats, lines, draw.randint(*sizes))}"
+
+
+def _begin(chats: ChatTokens, lines: Sequence[str], tokens: int) -> str:
+    """Return the first lines, up to a number of tokens."""
+    sizes = accumulate(len(chats.tokenizer.encode(line, add_special_tokens=False)) for line in lines)
+    return "\n".join(lines[: sum(size <= tokens for size in sizes)]) + "\n"
+
+
+def run(agent: Agent, model: str, way: str, think: float) -> list[dict[str, Any]]:
+    """Return what was measured of each turn with one way of serving."""
+    settings = None if way == PLAIN else {"blend_find": "repeated", "load_policy": "auto", "load_deadline": 2.0}
+    length = LENGTHS[model]
+    rows: list[dict[str, Any]] = []
+    with Engine(agent.chats.path, lmc=settings, max_model_len=length, max_num_batched_tokens=length, **ROOM) as engine:
+        for session, (tenant, seed) in enumerate((("one", 1), ("one", 2), ("other", 1))):
+            for number, turn in enumerate(agent.session(seed)):
+                extra = {"forced": turn.answer}
+                served = engine.serve(
+                    [turn.prompt], len(turn.answer), WAYS[way] or None,
+                    logprobs=LIKELIEST, extra_args=extra, cache_salt=tenant,
+                )  # fmt: skip
+                said = served["answers"][0]
+                assert said["tokens"] == turn.answer, "the engine did not answer what it was told to"
+                facts = said["facts"]
+                loaded = sum(facts.get("tokens_from", {}).values()) - facts.get("exact_tokens", 0)
+                rows.append({
+                    "session": session, "tenant": tenant, "turn": number, "tokens": len(turn.prompt),
+                    "reused": loaded, "ttft": said["ttft"], "logprobs": said["logprobs"], "cached": said["cached"],
+                    "note": facts.get("note", ""),
+                })  # fmt: skip
+                engine.settle(think)
+        if settings is not None:
+            counted = {name: engine.numbers().get(name, 0) for name in ("repeated_documents", "documents_learned")}
+            print(f"{model}, {way}: {counted}", flush=True)
+    return rows
+
+
+def measured(agent: Agent, ways: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return one row for each turn: what moved, and what each way did with it."""
+    known, rows = defaultdict[str, Known](Known), list[dict[str, Any]]()
+    turns = [turn for seed in (1, 2, 1) for turn in agent.session(seed)]
+    for at, turn in enumerate(turns):
+        ours, full = ways[LMC][at], ways[PLAIN][at]
+        moved, again = known[ours["tenant"]].moved(turn)
+        row = {name: ours[name] for name in ("session", "tenant", "turn", "tokens", "reused", "cached", "note")}
+        row |= {"moved": moved, "again": again, "ttft": {way: found[at]["ttft"] for way, found in ways.items()}}
+        for way in ways.keys() - {PLAIN}:
+            row[way] = compared(full["logprobs"], ways[way][at]["logprobs"], turn.answer)
+        rows.append(row)
+    return rows
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the sums and means over the turns."""
+    again = [row for row in rows if row["again"]]
+    blended = [row for row in again if row["reused"]]
+    found: dict[str, Any] = {
+        "prompts": len(rows),
+        "prompts_again": len(again),
+        "moved": sum(row["moved"] for row in rows),
+        "again": sum(row["again"] for row in again),
+        "reused": round(sum(min(row["reused"], row["again"]) for row in again) / sum(row["again"] for row in again), 3),
+        "crossed": sum(row["reused"] for row in rows if not row["again"]),
+        "ttft": round(median(row["ttft"][PLAIN] / row["ttft"][LMC] for row in again), 3),
+    }
+    if blended:
+        kl, blind = (fmean(row[way]["kl"] for row in blended) for way in (LMC, BLIND))
+        found |= {
+            "ttft_of_blends": round(median(row["ttft"][PLAIN] / row["ttft"][LMC] for row in blended), 3),
+            "kl": round(kl, 4),
+            "blind": round(blind, 4),
+            "closed": round(1 - kl / blind, 3),
+            "first": round(fmean(row[LMC]["first"] for row in blended), 3),
+        }
+    return found
+
+
+def main() -> None:
+    arguments = parser(__doc__, "agent")
+    arguments.add_argument("--model", choices=(SMALL, SMOLLM2, "both"), default="both")
+    arguments.add_argument("--think", type=float, default=0.5, help="seconds between two turns")
+    arguments.add_argument("--rows", type=Path, help="write what was measured of each turn, as lines of JSON")
+    options: argparse.Namespace = arguments.parse_args()
+    print(machine())
+    by_model: dict[str, Any] = {}
+    for model in (SMALL, SMOLLM2) if options.model == "both" else (options.model,):
+        agent = Agent(model)
+        rows = measured(agent, {way: run(agent, model, way, options.think) for way in WAYS})
+        for row in rows:
+            times = ", ".join(f"{way} {seconds:.2f} s" for way, seconds in row["ttft"].items())
+            print(
+                f"{model} {row['session']}.{row['turn']}: {row['tokens']} tokens, moved {row['moved']}, again "
+                f"{row['again']}, reused {row['reused']}; TTFT {times} {row['note']}"
+            )
+        by_model[model] = summary(rows)
+        if options.rows:
+            with options.rows.open("a") as kept:
+                kept.writelines(json.dumps({"model": model, **row}) + "\n" for row in rows)
+    result = {"bench": "agent", "reused": min(found["reused"] for found in by_model.values()), "by_model": by_model}
+    closing_line(result, "agent" if options.keep else None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Learns text that prompts repeat (`blend_find: repeated`), without being told what a document is.
+
+A text that a second prompt of a tenant has after another beginning is learned as a document when this request ends. A
+third prompt reuses it. Learning may take `SHARE` of the time, so that it never delays requests noticeably.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+
+from lmc.blend.segments import texts
+from lmc.connectors.vllm.scheduler.isolation import cached_blocks
+from lmc.connectors.vllm.scheduler.request_state import RequestState
+from lmc.connectors.vllm.start import Setup
+from lmc.documents.repeats import LineEnds, Repeats, to_learn
+from lmc.engine import Plan
+from lmc.keys import RecordKind
+
+NAME = "(repeated)"  # name of documents that are learned because prompts repeat them
+SHARE = 0.1  # share of the time in which such documents may be learned
+MAX_SECONDS = 30.0  # of learning that may be saved up: five minutes' share
+SLOW = 1e-3  # seconds per token, as long as no prefill was measured
+
+
+class RepeatedTexts:
+    """The repeated texts of one engine's requests."""
+
+    def __init__(self, setup: Setup, counts: "Counter[str]") -> None:
+        self._setup, self._counts, self._engine = setup, counts, setup.engine
+        self._repeats = Repeats()
+        self._ends = LineEnds(setup.tokenizer.decode) if setup.tokenizer else None
+        self._allowed, self._at = MAX_SECONDS, setup.clock()  # seconds of learning that were allowed at a time
+        learns = setup.settings.blend_learn and setup.settings.blend_find == "repeated"
+        self.on = setup.blends and learns and setup.markers is not None and setup.tokenizer is not None
+
+    def arrived(self, state: RequestState) -> None:
+        """Find what the prompt of a new request repeats, and remember the prompt."""
+        request, options = state.request, state.options
+        if not self.on or options is None or options.learn is not None or not options.blend:
+            return
+        if options.documents is not None or request.prompt_token_ids is None or request.prompt_embeds is not None:
+            return
+        if request.lora_request is not None or request.mm_features:
+            return
+        hashes, size = request.block_hashes, self._setup.block_size
+        # The engine's own cache has these tokens, so they were remembered when they were computed.
+        cached = bisect_left(hashes, True, key=lambda block: not cached_blocks(self._setup.pool, [block]))
+        tenant = self._tenant(state)
+        state.repeats = tuple(self._repeats.find(tenant, request.prompt_token_ids, hashes, size, cached * size))
+
+    def ended(self, state: RequestState) -> None:
+        """Remember the answer to a request, and queue what its prompt repeats."""
+        request = state.request
+        if not self.on or request.prompt_token_ids is None:
+            return
+        answer = request.all_token_ids[request.num_prompt_tokens :]
+        self._repeats.note_answer(self._tenant(state), answer)
+        if not state.repeats or state.cached:
+            return
+        assert self._setup.markers is not None
+        assert self._ends is not None
+        prompt, taken = request.prompt_token_ids, [document.span for document in state.documents]
+        for span in to_learn(prompt, state.repeats, texts(prompt, self._setup.markers), taken, self._ends):
+            if self._may_learn(len(span)):
+                self._counts["repeated_documents"] += len(self._engine.learn_later(prompt, [span], state.salt, NAME))
+
+    def reused(self, state: RequestState, plan: Plan) -> None:
+        """Count the tokens that a plan reuses because they were repeated."""
+        spans = [one.span for one in state.documents if one.known is not None and one.known.name == NAME]
+        pieces = [piece for piece in plan.documents if any(span.start <= piece.at < span.stop for span in spans)]
+        self._counts["repeated_tokens"] += sum(piece.tokens for piece in pieces)
+
+    def _may_learn(self, tokens: int) -> bool:
+        """Return whether there is time to learn a document, and use this time up."""
+        now, pace = self._setup.clock(), self._engine.store.cost.prefill_pace() or SLOW
+        self._allowed, self._at = min(MAX_SECONDS, self._allowed + SHARE * (now - self._at)), now
+        fits = tokens * pace <= self._allowed
+        self._allowed -= tokens * pace if fits else 0.0
+        return fits
+
+    def _tenant(self, state: RequestState) -> bytes:
+        return self._engine.namespace(RecordKind.DOCUMENT, state.salt)
