@@ -3,10 +3,11 @@
     python bench/agent.py [--model small|smollm2|both] [--think 0.5] [--rows FILE]
 
 An agent reads files of this repository and runs commands, one in each turn, through messages in the model's chat
-template: 30 of SmolLM2, 20 of the small model. Twice it replaces its oldest turns by a summary, as agents do, so that everything after them moves, and the
-engine's own prefix cache loses it. Nothing is learned ahead, and no separators are used. Two sessions of one tenant
-read the same files, and then a session of another tenant. Answers are given (teacher forcing), so that all engines get
-the same prompts. Between two turns the agent runs its tool for `--think` seconds. What is measured:
+template: 30 turns of SmolLM2, 20 of the small model, which has half the context. Twice it replaces its oldest turns by
+a summary, as agents do, so that everything after them moves, and the engine's own prefix cache loses it. Nothing is
+learned ahead, and no separators are used. Two sessions of one tenant read the same files, and then a session of another
+tenant. Answers are given (teacher forcing), so that all engines get the same prompts. Between two turns the agent runs
+its tool for `--think` seconds. What is measured:
 
     moved       tokens of messages that are in an earlier prompt of the tenant, and that the prefix cache does not have
     again       of these, tokens that have moved before: they are in two earlier prompts after different beginnings

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from lmc.blend.markers import Markers
-from lmc.blend.segments import document_tokens, has_turns, split
+from lmc.blend.segments import document_tokens, has_turns, split, texts
 from lmc.rag import SEPARATOR
 
 DATA = Path(__file__).parent / "data" / "chat_templates"
@@ -73,6 +73,7 @@ ADDED: dict[str, dict[str, bool]] = json.loads((DATA / "added_tokens.json").read
 # Every template with the flags that its tokenizer has, and with none
 FAMILIES = [(name, flags) for name in (*ADDED, *WRITTEN_HERE) for flags in ("flags", "no flags")]
 TEXTS = {animal: f"The {animal} sat on the mat. It slept for 12 hours." for animal in ("cat", "dog", "owl", "bee")}
+SECRETS = "1234", "4321", "5678", "8888", "9999"  # what only the model says
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}]
 
 
@@ -172,6 +173,11 @@ def test_only_documents_are_learned_of_conversations(family: str, flags: str) ->
         found = [prompt[one.start : one.stop] for one in split(prompt, markers).documents]
         wanted = sorted((text.index(document), tokens) for document, tokens in known.items() if document in text)
         assert found == [tokens for _, tokens in wanted], text
+        # What repeats may be learned of texts without separators around it, but not of the model's.
+        others = " ".join(tokenizer.decode(prompt[one.start : one.stop]) for one in texts(prompt, markers))
+        others = "".join(others.split())  # This decoder writes blanks between tokens.
+        assert not [secret for secret in SECRETS if secret in others], text
+        assert all("".join(document[:-1].split()) in others for document in TEXTS.values() if document in text)
         chats += 1
     assert chats >= 8
 

@@ -40,8 +40,8 @@ PURPOSES: dict[str, dict[str, str]] = {
         "blend_min_tokens": "A prompt with fewer stored document tokens is computed in full.",
         "blend_learn": "Whether documents of prompts are learned.",
         "blend_find": "Where documents are reused: `known` finds every learned document, or a part of it, anywhere in "
-        "a prompt, without separators; `repeated` also learns what prompts repeat after other beginnings (vLLM only, see "
-        "[your application](your-rag-app.md#text-that-repeats)); `separators` only looks between separators.",
+        "a prompt, without separators; `repeated` also learns [what repeats](your-rag-app.md#text-that-repeats), "
+        "with vLLM; `separators` only looks between separators.",
         "blend_min_run": "Minimum number of a document's tokens that `known` reuses. A whole document may be as short "
         "as 32 tokens.",
     },
