@@ -170,6 +170,10 @@ class Engine:
         """What lmc has counted."""
         return self._call("numbers")
 
+    def do(self, name: str, *arguments: Any) -> Any:
+        """Call a method that the `host` has besides."""
+        return self._call(name, *arguments)
+
     def close(self) -> None:
         """End the process."""
         with suppress(OSError):  # It may have died.

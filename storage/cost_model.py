@@ -24,14 +24,17 @@ TRIAL_SECONDS = 10.0  # A tier is tried again at the earliest this long after th
 # doubles the number, up to the maximum; a trial that is faster than prefill resets it.
 BLEND_TRIAL_CHOICES = 64
 MAX_BLEND_TRIAL_CHOICES = 4096
-# A blend must compute at most this share of the tokens that prefill would compute. At 0.8 it takes longer than prefill
-# (`bench/no_harm.py`, long_2): its rows cost more than those of prefill, because they go through the layers twice.
-LESS_WORK = 0.75
+# A blend must compute at most this share of the tokens that prefill would compute.
+LESS_WORK = 0.9
+# Above this share, blends of a size that was not measured yet are made only once in `SURVEY_EVERY` times. Their rows
+# cost more than those of prefill, because they go through the layers twice: at 0.8, small models are slower
+# (`bench/no_harm.py`, long_2).
+CLEARLY_LESS_WORK = 0.75
 # A blend must be expected to take at most this share of the time of prefill: it is approximate, and estimates err.
 LESS_TIME = 0.9
 # As long as prefill is not measured at a prompt's length, one prompt in this number is computed instead of blended.
 SURVEY_EVERY = 8
-MAX_SURVEYS = 8  # the maximum number of such prompts for each length
+MAX_SURVEYS = 8  # the maximum number of such prompts for each length or size
 
 # The work of loading threads, by tier: the numbers of "records" and "bytes", the seconds of "opening" and "reading".
 Spent = defaultdict[tuple[str, str], float]
@@ -139,7 +142,7 @@ class CostModel:
         self._blending: defaultdict[tuple[int, int], Rate] = defaultdict(Rate)  # by `BlendOffer.size`, per row
         self._not_blended: dict[tuple[int, int], tuple[int, int]] = {}  # by size: choices against it, limit for a trial
         self._trials: set[tuple[int, int]] = set()  # sizes whose next blend is a trial
-        self._surveys: dict[int, int] = {}  # by bit length of the prompt's length: prompts before prefill was measured
+        self._surveys: dict[tuple[object, ...], int] = {}  # number of choices before a prefill or a blend was measured
         self._mutex = threading.Lock()
 
     def snapshot(self) -> "CostModel":
@@ -209,8 +212,8 @@ class CostModel:
         Both are measured from the start of the work to the first token of the response, so that everything counts: both
         passes, placement, attention, launches, and the engine step that follows. Loading overlaps with the blend, so
         the longer of both counts. A blend has to save a tenth of the time. If no blend of about this size has been
-        measured yet, a blend is made if it computes clearly less. If prefill at this length has not been measured yet,
-        one in `SURVEY_EVERY` prompts is computed: that takes no longer than without lmc.
+        measured yet, a blend is made if it computes clearly less, and else now and then. If prefill at this length has
+        not been measured yet, one in `SURVEY_EVERY` prompts is computed: that takes no longer than without lmc.
         """
         if policy is LoadPolicy.ALWAYS:
             return ""
@@ -218,15 +221,22 @@ class CostModel:
             return f"a blend would compute {offer.rows:.0f} tokens, and prefill computes {offer.tokens}"
         with self._mutex:
             prefill = self._computing[offer.length.bit_length()].value
-            if prefill is None:
-                return self._survey(offer.length.bit_length())
             rate = self._blending[offer.size].value
-            if rate is None:
-                return ""
-            blending = max(rate * offer.rows, self._loading(offer.records) or 0.0)
-            if blending <= LESS_TIME * prefill * offer.tokens or self._is_trial(offer.size):
-                return ""
-        return f"prefill takes about {prefill * offer.tokens:.3g} s, and a blend about {blending:.3g} s"
+            why = ""
+            if prefill is None:
+                if self._is_survey(("prefill", offer.length.bit_length())):
+                    why = "prefill was measured, because its speed at this length was not known yet"
+            elif rate is None:
+                clearly = offer.rows <= CLEARLY_LESS_WORK * offer.tokens
+                if not clearly and not self._is_survey(("blend", *offer.size)):
+                    why = (
+                        f"a blend would compute {offer.rows:.0f} tokens, prefill {offer.tokens}, and none was measured"
+                    )
+            else:
+                blending = max(rate * offer.rows, self._loading(offer.records) or 0.0)
+                if blending > LESS_TIME * prefill * offer.tokens and not self._is_trial(offer.size):
+                    why = f"prefill takes about {prefill * offer.tokens:.3g} s, and a blend about {blending:.3g} s"
+            return why
 
     def _is_trial(self, size: tuple[int, int]) -> bool:
         """Count a choice against blends of this size. Returns whether a blend is made anyway, as a trial."""
@@ -237,12 +247,10 @@ class CostModel:
         self._not_blended[size] = (0, min(2 * limit, MAX_BLEND_TRIAL_CHOICES)) if due else (count + 1, limit)
         return due
 
-    def _survey(self, length: int) -> str:
-        """Return why prefill is measured now. Empty if a blend is made."""
-        self._surveys[length] = count = self._surveys.get(length, 0) + 1
-        if count % SURVEY_EVERY or count > SURVEY_EVERY * MAX_SURVEYS:
-            return ""
-        return "prefill was measured, because its speed at this length was not known yet"
+    def _is_survey(self, what: tuple[object, ...]) -> bool:
+        """Count a choice about something that was not measured yet. Returns whether it is measured now."""
+        self._surveys[what] = count = self._surveys.get(what, 0) + 1
+        return count % SURVEY_EVERY == 0 and count <= SURVEY_EVERY * MAX_SURVEYS
 
     def choose(self, offer: Offer, policy: LoadPolicy) -> Choice:
         """Decide whether a request loads the offered records.

@@ -529,7 +529,7 @@ def make(monkeypatch):
     compute a large share.
     """
     monkeypatch.setattr(scheduler, "REST_SECONDS", 0.0)
-    monkeypatch.setattr(cost_model, "LESS_WORK", 0.9)
+    monkeypatch.setattr(cost_model, "CLEARLY_LESS_WORK", 0.9)
     made = []
 
     def make_lab(*tiers, **options):
