@@ -223,16 +223,13 @@ class CostModel:
             prefill = self._computing[offer.length.bit_length()].value
             rate = self._blending[offer.size].value
             why = ""
-            if prefill is None:
+            if rate is None and offer.rows > CLEARLY_LESS_WORK * offer.tokens:
+                if not self._is_survey(("blend", *offer.size)):
+                    why = f"a blend would compute {offer.rows:.0f} tokens of {offer.tokens}, and none was measured"
+            elif prefill is None:
                 if self._is_survey(("prefill", offer.length.bit_length())):
                     why = "prefill was measured, because its speed at this length was not known yet"
-            elif rate is None:
-                clearly = offer.rows <= CLEARLY_LESS_WORK * offer.tokens
-                if not clearly and not self._is_survey(("blend", *offer.size)):
-                    why = (
-                        f"a blend would compute {offer.rows:.0f} tokens, prefill {offer.tokens}, and none was measured"
-                    )
-            else:
+            elif rate is not None:
                 blending = max(rate * offer.rows, self._loading(offer.records) or 0.0)
                 if blending > LESS_TIME * prefill * offer.tokens and not self._is_trial(offer.size):
                     why = f"prefill takes about {prefill * offer.tokens:.3g} s, and a blend about {blending:.3g} s"
