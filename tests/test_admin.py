@@ -21,10 +21,13 @@ from rich.console import Console
 from storage_fakes import DictTier, free_port
 from test_cli import lmc
 from test_vllm_scheduler import counted, pretend
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from vllm_fakes import DOC_A, DOC_B, Adapter, Lab, hashes_of, learn, prompt
 
 from lmc.commands.administration import document_table
 from lmc.connectors.vllm.scheduler.admin import Administration, serve, serve_if_wanted
+from lmc.documents.escaped import as_json
 from lmc.errors import ConfigError, InputError
 from lmc.http import server as http_server
 from lmc.http.client import HttpClient, Refused, Unreachable, engine_client
@@ -472,14 +475,168 @@ def test_no_request_renames_a_document(make):
     assert [one["name"] for one in found.documents.listed()["documents"]] == ["c.txt"]
 
 
-def test_why_nothing_is_blended_is_said_as_it_is(make):
+def test_a_request_that_forbids_blends_is_said_to(make):
     lab = make()
     learn(lab, DOC_A)
-    assert explained(lab, prompt(DOC_A), lmc={"blend": False})["why"] == "the request says blend: false"
-    why = "there is no special string ' # # ' in the prompt"
-    learn_first = ", and no document that this engine knows: learn documents with lmc learn"
-    assert explained(lab, [*DOC_A])["why"] == why + learn_first
-    assert explained(make(settings={"blend_find": "separators"}), [*DOC_A])["why"] == why
+    found = explained(lab, prompt(DOC_A), lmc={"blend": False})
+    assert (found["why"], found["advice"]) == ("the request says blend: false", ())
+
+
+# -- advice -----------------------------------------------------------------------------------------------------------
+
+NOTES = (
+    'Rule 7: "Keep the\nwindow closed."\nRule 8: "Feed the\ncat at noon, not at\nnight; then lock up."\nRule 9: rest.'
+)
+JAPANESE = "規則七。窓を閉める。\n規則八。猫に昼ご飯をあげる。\n規則九。夜は休む。\n規則十。朝は早い。"
+OTHER = "A text of which no part is in any of the documents. " * 4
+
+
+@pytest.fixture
+def advised(make):
+    """A function that learns texts, and returns the reason and the advice for a prompt."""
+    symbols = {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(symbols, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+    def advise(text, *known, settings=None, salt="", **more):
+        lab = make(slots=128, blocks=256, longest=4096, special=frozenset(), settings=settings)
+        for number, document in enumerate(known):
+            tokens = tokenizer.encode(document)
+            lab.serve(f"{number}", tokens, {"learn": True, "name": f"{number}.txt"}, cache_salt=salt or None)
+        found = administration(lab, tokenizer=tokenizer).explain({"prompt": text, **more})
+        assert len(found["advice"]) <= 7
+        return found["why"], "\n".join(found["advice"])
+
+    return advise
+
+
+def test_whoever_has_learned_nothing_is_told_how_to(advised):
+    why, advice = advised(OTHER)
+    assert why == "this engine knows no documents"
+    assert advice.startswith("lmc learn FILES --url http://localhost:8000 ")
+    for way in (
+        'create_stuff_documents_chain(…, document_separator=" # # ")',
+        "{context_str}",
+        "{% for d in documents %} # # {{ d.content }}{% endfor %} # # ",
+        'extra_body={"kv_transfer_params": {"lmc": {"documents": ["TEXT", …]}}}',
+    ):
+        assert way in advice
+    assert "LangChain" not in advised(OTHER, settings={"blend_learn": False})[1]
+    assert advised(OTHER, NOTES)[0] == "none of 1 known documents is in the prompt"
+
+
+def test_settings_because_of_which_nothing_is_found_are_named(advised):
+    text = f"Use this: {NOTES} What is rule 8?"
+    why, advice = advised(text, NOTES, settings={"blend_find": "separators"})
+    assert why == "blend_find is separators, and the prompt has no special string ' # # '"
+    assert "LMC_BLEND_FIND=known" in advice
+    why, advice = advised(text, NOTES, settings={"blend_min_tokens": 256})
+    assert "fewer than blend_min_tokens=256" in why
+    why, advice = advised(OTHER, NOTES, settings={"blend_min_tokens": 256})
+    assert why == f"the prompt has {len(OTHER)} tokens, and blend_min_tokens is 256"
+    assert "LMC_BLEND_MIN_TOKENS" in advice
+    why, advice = advised(f"{OTHER}{NOTES[10:62]}{OTHER}", NOTES)
+    assert why == "the prompt has 52 tokens in a row of 0.txt, and blend_min_run is 64"
+    assert advice == "lower blend_min_run, to 48 or more"
+    assert advised(text, NOTES) == ("", "")
+
+
+def test_a_document_of_another_tenant_is_named(advised):
+    text = f"Use this: {NOTES} What is rule 8?"
+    why, advice = advised(text, NOTES, salt="a", cache_salt="b")
+    assert why.startswith("the prompt has 0.txt: it was learned under another cache_salt")
+    assert "--salt b" in advice
+    why, advice = advised(OTHER, NOTES, salt="a")
+    assert why == "this engine knows no documents of this model and this cache_salt"
+
+
+def test_a_document_with_other_white_space_is_named(advised):
+    for text in (" ".join(NOTES.split()), NOTES.replace("\n", "\r\n"), " ".join(NOTES[20:].split())):
+        why, advice = advised(f"Use this: {text} What is rule 8?", OTHER, NOTES)
+        assert why == "the prompt has 1.txt with other white space"
+        assert "the texts that the application sends" in advice
+
+
+def test_a_document_that_is_escaped_as_json_is_named(advised):
+    once = json.dumps({"content": NOTES})
+    for text, known in ((once, (NOTES,)), (f"{OTHER}{once}", (NOTES, OTHER))):
+        why, advice = advised(f"Tool: {text} What is rule 8?", *known)
+        assert why == "the prompt has 0.txt as a JSON string: line breaks and quotes are escaped"
+        assert advice.startswith("lmc learn FILES --url http://localhost:8000 --escaped ")
+    why, advice = advised(f"Tool: {json.dumps(once)} What is rule 8?", NOTES)
+    assert (", twice: " in why, "let tools return the text itself" in advice) == (True, True)
+    why, advice = advised(f"Tool: {json.dumps(JAPANESE)} 何ですか", JAPANESE)
+    assert ("as a JSON string" in why, "ensure_ascii=False" in advice) == (True, True)
+    both = f"{OTHER}{once}", json.dumps(JAPANESE, ensure_ascii=False)
+    learned = NOTES, OTHER, JAPANESE, *map(as_json, (NOTES, JAPANESE))
+    for text in both:
+        assert advised(f"Tool: {text} What is rule 8?", *learned) == ("", "")
+
+
+# -- bodies -----------------------------------------------------------------------------------------------------------
+
+
+def test_each_prompt_of_a_body_is_explained(served, tmp_path):
+    client, texts = HttpClient(served.url), [Words().decode(prompt(document)) for document in (DOC_A, DOC_B)]
+    tokens = [*map(Words().encode, texts)]
+    wanted = [client.ask("/v1/explain", {"prompt_token_ids": one}) for one in tokens]
+    assert [one["reused_tokens"] for one in wanted] == [len(DOC_A), len(DOC_B)]
+    for body in ({"prompt": texts}, {"prompt": tokens}, {"prompt_token_ids": tokens}):
+        assert client.ask("/v1/explain", body)["prompts"] == wanted
+    items = [{"role": "user", "content": [{"type": "input_text", "text": texts[0]}]}]
+    message = {"role": "user", "content": texts[0]}
+    for body in (
+        {"prompt": tokens[0]}, {"prompt": texts[:1]}, {"messages": [message]}, {"input": texts[0]}, {"input": items},
+    ):  # fmt: skip
+        assert client.ask("/v1/explain", body) == wanted[0], body
+    for given in (texts, tokens, {"prompt": texts}):
+        (tmp_path / "prompts.json").write_text(json.dumps(given))
+        out = lmc("explain", tmp_path / "prompts.json", "--url", served.url)[1]
+        assert [out.count(f"prompt {number} of 2") for number in (1, 2)] == [1, 1]
+        assert out.count("reused from host") == 2
+    for given in (tokens[0], items, {"input": items}):
+        (tmp_path / "prompt.json").write_text(json.dumps(given))
+        found = json.loads(lmc("explain", tmp_path / "prompt.json", "--url", served.url, "--json")[1])
+        assert found == wanted[0]
+
+
+def test_a_body_that_is_wrong_is_answered_with_what_is_understood(served, tmp_path):
+    message = {"role": "user", "content": "w1"}
+    for body, said in (
+        ({}, "request has no prompt"),
+        ({"prompt": "w1", "messages": [message]}, "request has prompt and messages"),
+        ({"prompt": []}, "prompt = [] is not a prompt"),
+        ({"prompt": ["w1", 3]}, "prompt = ['w1', 3] is not a prompt"),
+        ({"prompt": [-1]}, "prompt = [-1] is not a prompt"),
+        ({"prompt_token_ids": "w1"}, "prompt_token_ids = 'w1' is not a prompt"),
+        ({"messages": "w1"}, "messages = 'w1' must be a list of objects"),
+        ({"messages": [message], "system": "w1"}, "as in /v1/messages"),
+        ({"input": 3}, "input = 3 must be a text or a list of items"),
+        ({"input": [{"type": "computer_call"}]}, "type 'computer_call' that is not understood"),
+        ({"input": "w1", "previous_response_id": "resp_1"}, "give all turns as input"),
+    ):
+        with pytest.raises(Refused, match=re.escape(said)):
+            HttpClient(served.url).ask("/v1/explain", body)
+        (tmp_path / "body.json").write_text(json.dumps(body))
+        code, _, err = lmc("explain", tmp_path / "body.json", "--url", served.url)
+        assert (code, said in err, err.count("\n")) == (2, True, 1), body
+
+
+def test_a_server_that_renders_is_asked_for_the_tokens_of_chats_and_responses(served, tmp_path):
+    chat, response = {"messages": [{"role": "user", "content": "x"}]}, {"input": "x", "instructions": "y"}
+    words = "explain", tmp_path / "body.json", "--url", served.url
+    with http_stub((404, {"error": {"message": "Not Found"}})) as server:
+        server.answers["/v1/models"] = 200, {"data": [{"id": "m"}]}
+        server.answers["/tokenize"] = 200, {"tokens": prompt(DOC_B)}
+        for body, path in ((chat, "/v1/chat/completions/render"), (response, "/v1/responses/render")):
+            (tmp_path / "body.json").write_text(json.dumps(body))
+            found = [json.loads(lmc(*words, "--server", server.url, "--json")[1])["tokens"]]
+            server.answers[path] = 200, {"token_ids": prompt(DOC_A)}
+            found.append(json.loads(lmc(*words, "--server", server.url, "--json")[1])["tokens"])
+            assert found == [len(prompt(DOC_B)), len(prompt(DOC_A))]
+            server.answers[path] = 400, {"error": {"message": "no such item"}}
+            assert "no such item" in lmc(*words, "--server", server.url)[2]
 
 
 def test_a_body_that_does_not_arrive_in_time_is_answered_408(served, monkeypatch, caplog):

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
@@ -13,13 +13,20 @@ from rich.table import Table
 from rich.text import Text
 
 from lmc.errors import InputError
+from lmc.http.prompts import CHAT, COMPLETION, FIELDS, HINT, RESPONSE, TOKENS, single_prompts
 from lmc.terminal import AsJson, console, counted, print_json, printable, seconds_of, time_text
+
+if TYPE_CHECKING:
+    from lmc.http.client import HttpClient
 
 ADMIN_URL = "http://127.0.0.1:9180"
 SHOWN_ID_DIGITS, SHOWN_TENANT_DIGITS = 12, 6  # displayed digits of an id, and of a tenant's digest
 COLUMNS = ("id", "name", "model", "tenant", "tokens", "places", "uses", "last used", "stays")
 ALWAYS = ("id", "name", "tokens", "uses", "last used")  # columns of a table that are never left out
 NAME_WIDTH, DATE_LENGTH, MINUTE = 20, 10, slice(5, 16)  # characters of a name and of a date; month to minute of a time
+
+RENDERING = {CHAT: "/v1/chat/completions/render", RESPONSE: "/v1/responses/render"}  # vLLM's paths, by a body's field
+NOT_FOUND = 404
 
 Address = Annotated[
     str, typer.Option("--url", envvar="LMC_ADMIN", help="LMC_ADMIN address of the engine or cache server")
@@ -39,16 +46,28 @@ def explain(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Explain which documents of a prompt a running engine would reuse, and why not the others.
+    """Explain which documents of a prompt a running engine would reuse, why not the others, and what to change.
 
-    The file holds the body of a chat or completions request (messages, or prompt), or the text of a prompt. Nothing is
-    computed. The engine has to run with LMC_ADMIN=127.0.0.1:9180.
+    The file holds the body of a request to /v1/chat/completions (messages), /v1/completions (prompt: a text, token ids,
+    or a list of either) or /v1/responses (input), or the text of a prompt. Nothing is computed. The engine has to run
+    with LMC_ADMIN=127.0.0.1:9180.
     """
     body = _body(prompt)
-    explanation = _ask(url, "/v1/explain", "documents", body if server is None else _tokenized(server, body))
+    prompts = single_prompts(body)
+    if server is not None:
+        others = {name: value for name, value in body.items() if name not in FIELDS}
+        body = others | {TOKENS: _rendered(server, body, prompts)}
+    explanation = _ask(url, "/v1/explain", "documents" if len(prompts) == 1 else "prompts", body)
     if as_json:
         print_json(explanation)
         return
+    for number, one in enumerate(explanation.get("prompts", [explanation]), 1):
+        if len(prompts) > 1:
+            console().print(Text(f"{chr(10) * (number > 1)}prompt {number} of {len(prompts)}"))
+        _show_explanation(one, url)
+
+
+def _show_explanation(explanation: dict[str, Any], url: str) -> None:
     out = console()
     fields = "tokens", "engine_tokens", "exact_tokens", "reused_tokens", "repaired_tokens"
     tokens, cached, exact, reused, recomputed = (explanation[name] for name in fields)
@@ -56,7 +75,9 @@ def explain(
     out.print(Text(f"{counted(tokens, 'token')}: {stored}"))
     out.print(Text(f"{reused} reused from documents, {recomputed} of them recomputed"))
     if explanation["why"]:
-        out.print(Text(f"note: {explanation['why']}"))
+        out.print(Text(printable(f"note: {explanation['why']}")))
+    for line in explanation["advice"]:
+        out.print(Text(printable(f"  {line}")))
     for number, document in enumerate(explanation["documents"], 1):
         size, places = document["stop"] - document["start"], ", ".join(sorted(set(document["places"])))
         held_chunks, chunks = len(document["places"]), document["chunks"]
@@ -228,23 +249,37 @@ def _path(name: str) -> str:
     return f"/v1/documents/{quote(name, safe='')}"
 
 
-def _tokenized(server: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return a request with the tokens that a server makes of its prompt."""
-    from lmc.http.client import vllm_client
+def _rendered(server: str, body: dict[str, Any], prompts: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """Return the tokens that a vLLM server makes of each prompt of a request.
+
+    A server with --enable-scale-out renders chats and responses as it does when it answers them.
+    """
+    from lmc.http.client import Refused, Unreachable, vllm_client
 
     client = vllm_client(server)
     model = body.get("model") or client.model()
-    fields = "messages", "prompt", "chat_template", "chat_template_kwargs", "tools"
-    request: dict[str, Any] = {name: body[name] for name in fields if name in body}
-    if "messages" in request:
-        request["add_generation_prompt"] = True
-    if "documents" in body:  # The tokenize request has no such field.
-        request["chat_template_kwargs"] = {
-            **(request.get("chat_template_kwargs") or {}),
-            "documents": body["documents"],
-        }
-    response = _with_field("tokens", server, client.ask("/tokenize", {"model": model, **request}), "a vLLM server")
-    return body | {"prompt_token_ids": response["tokens"]}
+    for path in (RENDERING[field] for field in RENDERING if field in body):
+        try:
+            rendered = client.ask(path, body | {"model": model})
+            return [_with_field("token_ids", server, rendered, "a vLLM server")["token_ids"]]
+        except Refused as error:
+            if error.status != NOT_FOUND:
+                raise
+        except Unreachable:  # Then `/tokenize` is also unreachable, or the server has no such path.
+            pass
+    return [one[TOKENS] if TOKENS in one else _tokenized(client, model, one) for one in prompts]
+
+
+def _tokenized(client: "HttpClient", model: str, request: dict[str, Any]) -> list[int]:
+    from lmc.router.requests import CHAT_FIELDS, TEXT_FIELDS
+
+    fields = CHAT_FIELDS if CHAT in request else TEXT_FIELDS
+    asked: dict[str, Any] = {name: request[name] for name in fields if name in request} | {"model": model}
+    if CHAT in request and request.get("documents"):  # The tokenize request has no such field.
+        arguments = request.get("chat_template_kwargs") or {}
+        asked["chat_template_kwargs"] = arguments | {"documents": request["documents"]}
+    response = _with_field("tokens", client.url, client.ask("/tokenize", asked), "a vLLM server")
+    return list(response["tokens"])
 
 
 def _body(source: str) -> dict[str, Any]:
@@ -262,9 +297,16 @@ def _body(source: str) -> dict[str, Any]:
             raise InputError(f"{source} is not valid JSON: {error}") from None
         return {"prompt": text}
     if isinstance(body, list):
-        return {"messages": body} if body and isinstance(body[0], dict) else {"prompt_token_ids": body}
+        return {_field_of(body): body}
     if not isinstance(body, dict):
-        raise InputError(f"{source} is neither a request nor a text: use a JSON object with messages or prompt")
+        raise InputError(f"{source} is neither a request nor a text: {HINT}")
     if not isinstance(body.get("kv_transfer_params") or {}, dict):
         raise InputError(f'{source}: kv_transfer_params must be an object, such as {{"lmc": {{…}}}}')
     return body
+
+
+def _field_of(prompt: list[Any]) -> str:
+    """Return the field of a request that a list alone stands for."""
+    if prompt and all(isinstance(item, dict) for item in prompt):
+        return CHAT if all("role" in item for item in prompt) else RESPONSE
+    return COMPLETION

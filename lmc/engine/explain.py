@@ -112,7 +112,12 @@ def _why_gone(engine: CacheEngine, same: Sequence[KnownDocument], namespace: byt
         if away:
             return f"it was learned, and may be in {', '.join(away)}, which does not answer now"
         return "it was learned, and has been evicted: the tiers are too small for all documents"
+    return why_elsewhere(engine, same)
+
+
+def why_elsewhere(engine: CacheEngine, documents: Sequence[KnownDocument]) -> str:
+    """Return why documents of other namespaces cannot be used."""
     tenants = {engine.namespace(RecordKind.DOCUMENT, one) for one in engine.names.salts}
-    if any(known.namespace in tenants for known in same):
+    if any(known.namespace in tenants for known in documents):
         return "it was learned under another cache_salt, or without one, and tenants share nothing"
     return "it was learned by another model, or with other settings (dtype, chunk_size, blend_method)"

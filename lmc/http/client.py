@@ -21,6 +21,11 @@ class Unreachable(InputError):
 class Refused(InputError):
     """A server has responded that a request is invalid."""
 
+    def __init__(self, reason: str, status: int) -> None:
+        """`status` is the HTTP status code of the response."""
+        super().__init__(reason)
+        self.status = status
+
 
 def with_scheme(address: str) -> str:
     """Return the URL of an address, which may be a URL, `host:port`, or the path of a unix socket."""
@@ -139,7 +144,7 @@ class HttpClient:
             with error:
                 text = error.read().decode(errors="replace")
             if error.code in (400, 404, 422) and (reason := _reason(text)):
-                raise Refused(reason) from None
+                raise Refused(reason, error.code) from None
             denied = error.code in (401, 403) and self._key_name
             hint = f"; set {self._key_name} to the server's key" if denied else f": {self._hint}"
             if location := error.headers.get("location") if error.code in REDIRECTS else None:

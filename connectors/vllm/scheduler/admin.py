@@ -9,7 +9,7 @@ import json
 import logging
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,10 +23,13 @@ from lmc.connectors.vllm.scheduler.request_state import Role
 from lmc.connectors.vllm.scheduler.roles import Roles
 from lmc.connectors.vllm.start import Setup
 from lmc.documents.admin import DEFAULT_LIST_LENGTH, DocumentAdmin, Facts
+from lmc.engine.advice import Advice, Adviser
 from lmc.engine.explain import explain
+from lmc.engine.planner import DocumentMatch
 from lmc.errors import ConfigError, InputError, NotFound
 from lmc.http import server as http_server
 from lmc.http.address import ADDRESS, address_of_engine, url_of
+from lmc.http.prompts import CHAT, COMPLETION, TOKENS, plain_chat, single_prompts
 from lmc.metrics import flat
 
 EXPLAIN = "/v1/explain"
@@ -112,9 +115,13 @@ class Administration:
     def explain(self, asked: Facts) -> Facts:
         """Return how a prompt would be served, without serving it.
 
-        `asked` has the prompt as `messages`, `prompt` or `prompt_token_ids`, and may have `cache_salt`, `lora` and
-        `lmc` as in a request. Raises `InputError` for an invalid request.
+        `asked` is a request as in `lmc.http.prompts`, and may have `lora` and `lmc`. For several prompts, returns their
+        explanations as `prompts`. Raises `InputError` for an invalid request.
         """
+        found = [self._explain(one) for one in self.background.gently(single_prompts(asked))]
+        return found[0] if len(found) == 1 else {"prompts": found}
+
+    def _explain(self, asked: Facts) -> dict[str, Any]:
         prompt, salt = self._tokens(asked), str(asked.get("cache_salt") or "")
         given = asked.get("kv_transfer_params")
         options = asked.get("lmc") or (given.get("lmc") if isinstance(given, dict) else None)
@@ -130,11 +137,12 @@ class Administration:
             request.block_hashes = self._setup.hash_blocks(request)
         state = Roles(self._setup, Counter(), quiet=True).classify(request)
         refused = self._setup.refused or state.note
-        if state.role is Role.EXACT and not refused:
-            nothing = f"there is no special string {self._engine.settings.blend_special_str!r} in the prompt"
-            if self._engine.settings.finds_known:
-                nothing += ", and no document that this engine knows: learn documents with lmc learn"
-            refused = "the request says blend: false" if state.policy and not state.blends else nothing
+        advice = Advice()
+        if not refused and state.policy and not state.blends:
+            refused = "the request says blend: false"
+        elif not refused:
+            advice = self._advice(prompt, salt, state.documents)
+            refused = advice.why if state.role is Role.EXACT else ""
         size, hashes = self._setup.block_size, request.block_hashes
         local = min(cached_blocks(self._setup.pool, hashes), (len(prompt) - 1) // size) * size
         plan, documents = None, []
@@ -150,33 +158,40 @@ class Administration:
             "exact_tokens": plan.reach - local if plan else 0,
             "reused_tokens": reused,
             "repaired_tokens": round(reused * (state.policy.ratio if state.policy else 0)),
-            "why": refused or (plan.note if plan else ""),
+            "why": refused or advice.why or (plan.note if plan else ""),
+            "advice": advice.lines,
             "documents": [asdict(one) for one in documents],
         }
 
+    def _advice(self, prompt: list[int], salt: str, documents: Sequence[DocumentMatch]) -> Advice:
+        """Return advice if documents of a prompt are not found."""
+        encode = self._tokenizer and self._encode
+        adviser = Adviser(engine=self._engine, salt=salt, encode=encode, decode=self._text)
+        advice = adviser.on_escapes(prompt, documents)
+        return advice if advice.why or documents else adviser.on_nothing(prompt)
+
     def _tokens(self, asked: Facts) -> list[int]:
-        given = asked.get("prompt_token_ids")
-        if given is None and isinstance(asked.get("prompt"), list):
-            given = asked["prompt"]
-        if given is not None:
-            return [int(token) for token in given]
+        if TOKENS in asked:
+            return list(asked[TOKENS])
         if self._tokenizer is None:
             why = self._setup.refused or "it was started with skip_tokenizer_init"
             raise InputError(f"this engine has no tokenizer ({why}): give prompt_token_ids")
-        if isinstance(asked.get("messages"), list):
-            try:
-                return list(
-                    self._tokenizer.apply_chat_template(
-                        asked["messages"], tokenize=True, add_generation_prompt=True, return_dict=False
-                    )
+        if COMPLETION in asked:
+            return self._encode(asked[COMPLETION])
+        options = {name: asked[name] for name in ("tools", "documents") if asked.get(name)}
+        try:
+            return list(
+                self._tokenizer.apply_chat_template(
+                    plain_chat(asked[CHAT]), tokenize=True, add_generation_prompt=True, return_dict=False, **options
                 )
-            except Exception as error:  # A template may raise any error.
-                first = str(error).splitlines()[0][:200]
-                wrong = f"the tokenizer's own chat template cannot be applied ({type(error).__name__}: {first})"
-                raise InputError(f"{wrong}: let the server do it, with lmc explain --server URL") from error
-        if isinstance(asked.get("prompt"), str):
-            return list(self._tokenizer.encode(asked["prompt"]))
-        raise InputError("give messages, prompt or prompt_token_ids")
+            )
+        except Exception as error:  # A template may raise any error.
+            first = (str(error).splitlines() or [""])[0][:200]
+            wrong = f"the tokenizer's own chat template cannot be applied ({type(error).__name__}: {first})"
+            raise InputError(f"{wrong}: let the server do it, with lmc explain --server URL") from error
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text))
 
     def _text(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens)) if self._tokenizer else " ".join(map(str, tokens))
