@@ -797,10 +797,13 @@ def test_a_list_of_documents_fits_into_80_columns():
         "tokens": 98_765, "places": ["host", "disk"], "uses": 1234, "used": 1.79e9, "pinned": True, "expires": 1.8e9,
     }  # fmt: skip
     screen = io.StringIO()
-    listed = document, document | {"pinned": False, "expires": 0, "name": "b"}
+    name = "a/long/folder/with/a/long name.md (as JSON)"
+    listed = document, document | {"pinned": False, "expires": 0, "name": name}
     Console(file=screen, width=80).print(document_table(listed))
     lines = screen.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     for value in ("0123456789ab", "98765", "1234 ", "09-21 "):
         assert screen.getvalue().count(value) == 2
     assert len(lines) <= 5
+    for shown in ("a/long/fo… a file.md ", "a/long/fo… (as JSON) "):
+        assert shown in screen.getvalue()

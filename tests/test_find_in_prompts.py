@@ -1,8 +1,11 @@
 """Documents are found in prompts as applications write them, with tokenizers that join texts at their seams."""
 
 import functools
+import json
 import random
 import sys
+from array import array
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from lmc.blend.markers import Markers, separator_variants
 from lmc.blend.turn_headers import occurrences
+from lmc.documents.escaped import as_json, unescaped, with_escaped
+from lmc.documents.finder import DocumentFinder
+from lmc.documents.sources import Document
 
 BENCH = Path(__file__).parents[1] / "bench"
 SERVED = ["qwen3", "llama3_1", "deepseek_v3", "gptoss", "gemma3"]  # `make tokenizers` downloads them
@@ -36,6 +42,10 @@ def texts(find: ModuleType) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def trained(texts: dict[str, list[str]]) -> Tokenizer:
+    return train(text for kind in texts.values() for text in kind)
+
+
+def train(texts: Iterable[str]) -> Tokenizer:
     """A tokenizer that splits texts as those of served models do."""
     tokenizer = Tokenizer(models.BPE())
     split, spell = pre_tokenizers.Split(Regex(WORDS), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)
@@ -43,7 +53,7 @@ def trained(texts: dict[str, list[str]]) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=1500, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator((text for kind in texts.values() for text in kind), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
@@ -104,6 +114,47 @@ def test_documents_are_found_with_the_tokenizers_of_served_models(find, texts, n
     shares = find.share_found(served(find, name), texts)
     poor = {(name, kind): share for name, of in shares.items() for kind, share in of.items() if share < 0.975}
     assert {name for name, _ in poor} == {"json"}
+
+
+def share_in_json(find: ModuleType, tokenizer: Tokenizer, texts: list[str], *, ascii_only: bool) -> float:
+    """The share of the tokens of tools' results that is found, if the texts were learned with `--escaped`."""
+    encode = functools.partial(find.tokens_of, tokenizer)
+    markers = Markers(separators=separator_variants(encode, tokenizer.decode, " # # "))
+    documents = with_escaped([Document(str(number), text) for number, text in enumerate(texts)])
+    finder = DocumentFinder()
+    finder.insert([find.Known(array("I", find.learned(tokenizer, document.text, markers))) for document in documents])
+    found = there = 0
+    for text in texts:
+        result = json.dumps({"status": "ok", "content": text}, ensure_ascii=ascii_only)
+        found += sum(run.tokens for run in finder.find(encode(f"Result: {result}\nAnswer: ")))
+        there += len(encode(json.dumps(text, ensure_ascii=ascii_only)[1:-1]))
+    return found / there
+
+
+def test_texts_learned_as_json_strings_are_found_in_the_results_of_tools(find, texts, trained) -> None:
+    shares = {kind: share_in_json(find, trained, of_kind, ascii_only=False) for kind, of_kind in texts.items()}
+    assert {kind: share for kind, share in shares.items() if share < 0.97} == {}
+    assert {"prose", "tables", "Japanese", "emoji"} < shares.keys()
+    assert share_in_json(find, trained, texts["prose"], ascii_only=True) > 0.97
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SERVED)
+def test_json_strings_are_found_with_the_tokenizers_of_served_models(find, texts, name) -> None:
+    tokenizer = served(find, name)
+    shares = {kind: share_in_json(find, tokenizer, of_kind, ascii_only=False) for kind, of_kind in texts.items()}
+    assert {kind: share for kind, share in shares.items() if share < 0.97} == {}
+    assert share_in_json(find, tokenizer, texts["prose"], ascii_only=True) > 0.97
+    assert (
+        share_in_json(find, tokenizer, texts["Japanese"], ascii_only=True) < 0.1
+    )  # It would take four times the room.
+
+
+@pytest.mark.parametrize("text", ['a "quoted"\n\tline \\ and a\\nb', "規則七。\n窓 😀", "plain", "\x00\x1f\u2028/"])
+def test_a_json_string_is_unescaped_to_its_text(text: str) -> None:
+    assert unescaped(as_json(text)) == unescaped(json.dumps(text)[1:-1]) == text
+    assert json.loads(f'"{as_json(text)}"') == text
+    assert unescaped(r"a \ud83d lone \q") == r"a ? lone \q"
 
 
 def test_random_prompts_beside_near_duplicates_find_nothing_wrong(find) -> None:

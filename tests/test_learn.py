@@ -20,6 +20,7 @@ from http_stub import http_stub
 from rich.console import Console
 from storage_fakes import eventually
 from test_cli import lmc, without_torch
+from test_turn_headers import ADDED, tokenizer_of
 from transformers import AutoTokenizer
 
 from lmc.commands.learn.learners import Retention, Stored
@@ -28,8 +29,10 @@ from lmc.commands.learn.run import LearnRun, parts_of
 from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.demo import SHIPPED
+from lmc.documents.escaped import PROBE, as_json, escapes_tool_results
 from lmc.documents.sources import Corpus, Document, read_documents
 from lmc.errors import InputError
+from lmc.http.prompts import plain_chat
 from lmc.rag import messages
 from lmc.terminal import seconds_of
 
@@ -340,6 +343,75 @@ def test_there_has_to_be_room_for_pins(tmp_path: Path, monkeypatch: pytest.Monke
     (note,) = json.loads(out)["notes"]
     assert "fit: the first will be evicted" in note
     assert note in err
+
+
+# -- texts as JSON strings --------------------------------------------------------------------------------------------
+
+
+def test_texts_are_also_learned_as_json_strings_and_a_run_without_the_option_changes_nothing(tmp_path: Path) -> None:
+    lines = [{"id": "a", "text": 'owner of "lamp"\nTara .'}, {"id": "b", "text": "owner of flask Kai ."}]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    words = ["learn", tmp_path / "d.jsonl", "--model", MODEL, "--local-disk", tmp_path / "disk"]
+    words += ["--manifest", tmp_path / "learned.jsonl", "--json"]
+
+    def run(*more: str) -> tuple[int, int]:
+        found = json.loads(lmc(*words, *more)[1])
+        assert found["failed"] == {}
+        return found["before"], found["learned"]
+
+    def files() -> list[Path]:
+        return sorted((tmp_path / "disk").rglob("*.safetensors"))
+
+    assert run() == (0, 2)
+    assert run("--escaped") == (2, 1)  # The text of b has nothing to escape.
+    learned = files()
+    assert (len(learned), run(), run("--no-escaped"), run("--escaped")) == (3, (2, 0), (2, 0), (3, 0))
+    assert files() == learned
+    names = [json.loads(line)["id"] for line in (tmp_path / "learned.jsonl").read_text().splitlines()]
+    assert names == ["a", "b", "a (as JSON)"]
+    settings = Settings.load({"enable_blending": True, "local_disk": tmp_path / "disk"})
+    cached, tokenizer = CachedModel.load(MODEL, settings)
+    with cached:
+        (document,) = (one for one in cached.engine.known.list() if one.name == "a (as JSON)")
+        assert r"owner of \"lamp\"\nTara ." in tokenizer.decode(document.tokens.tolist())
+    (tmp_path / "d.jsonl").write_text(json.dumps(lines[0] | {"text": 'owner of "mug"\nTara .'}))
+    assert run("--escaped") == (0, 2)
+
+
+LLAMA_3_1 = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | tojson if m.role == 'tool' else m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("family", "escapes"), [*((name, name.startswith("openai")) for name in ADDED), ("", True)])
+def test_chat_templates_that_write_results_of_tools_as_json_strings_are_known(family: str, escapes: bool) -> None:
+    tokenizer = tokenizer_of(family or "plain text")
+    if not family:
+        tokenizer.chat_template = LLAMA_3_1
+    assert escapes_tool_results(lambda chat: tokenizer.apply_chat_template(plain_chat(chat), tokenize=False)) == escapes
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "learned"),
+    [
+        (as_json(PROBE), [], 2),
+        (as_json(PROBE), ["--no-escaped"], 1),
+        (PROBE, [], 1),
+        (PROBE, ["--escaped"], 2),
+        ("", [], 1),
+    ],
+)
+def test_a_server_is_asked_whether_its_template_writes_json_strings(
+    server: Any, tmp_path: Path, prompt: str, options: list[str], learned: int
+) -> None:
+    server.answers["/v1/completions"] = 200, {"kv_transfer_params": {"lmc": {"learned": True, "documents": ["0a"]}}}
+    if prompt:  # Without an answer, nothing is learned in addition.
+        server.answers["/v1/chat/completions"] = 200, {"prompt_token_ids": [1, 2]}
+        server.answers["/detokenize"] = 200, {"prompt": f"<tool>{prompt}</tool>"}
+    (tmp_path / "a.txt").write_text("a\ntext")
+    _, out, _ = lmc("learn", tmp_path, "--url", server.url, *options)
+    assert f"{learned} document{'s' * (learned - 1)} learned" in out
+    assert ("--no-escaped leaves that out" in out) == (learned == 2 and not options)
 
 
 # -- lmc size ---------------------------------------------------------------------------------------------------------

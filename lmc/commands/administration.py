@@ -12,6 +12,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from lmc.documents.escaped import AS_JSON
 from lmc.errors import InputError
 from lmc.http.prompts import CHAT, COMPLETION, FIELDS, HINT, RESPONSE, TOKENS, single_prompts
 from lmc.terminal import AsJson, console, counted, print_json, printable, seconds_of, time_text
@@ -170,9 +171,15 @@ def remove(names: Names, url: Address = ADMIN_URL) -> None:
 
 
 def document_table(documents: Sequence[dict[str, Any]]) -> Table:
-    """Return a table that fits into 80 columns. It lacks empty columns, and the model if there is only one."""
+    """Return a table that fits into 80 columns. It lacks empty columns, and the model if there is only one.
+
+    Of a long name, the beginning and the end are shown.
+    """
     rows = [_row(document) for document in documents]
     for row, document in zip(rows, documents, strict=True):
+        name = row[COLUMNS.index("name")]
+        if len(name) > NAME_WIDTH:
+            row[COLUMNS.index("name")] = f"{name[: NAME_WIDTH - len(AS_JSON) - 1]}…{name[-len(AS_JSON) :]}"
         until = f"until {time_text(document['expires'])[:DATE_LENGTH]}" if document["expires"] else ""
         row[-1] = ", ".join(filter(None, ("pinned" if document["pinned"] else "", until)))
         row[-2] = time_text(document["used"])[MINUTE]

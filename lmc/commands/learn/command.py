@@ -52,6 +52,14 @@ def learn(
     id_field: IdField = "id",
     text_field: TextField = "text",
     split: Split = False,
+    escaped: Annotated[
+        bool | None,
+        typer.Option(
+            "--escaped/--no-escaped",
+            help="also learn each text as it is in a JSON string, such as a tool's result; doubles what is stored; "
+            "default: if the chat template writes the results of tools so",
+        ),
+    ] = None,
     salt: Annotated[
         str,
         typer.Option(help="cache_salt of the tenant that may use the documents; default: requests without cache_salt"),
@@ -90,6 +98,7 @@ def learn(
     from lmc.commands.learn.learners import Learner, Retention, ServerLearner
     from lmc.commands.learn.manifest import Manifest
     from lmc.commands.learn.run import LearnRun, cut
+    from lmc.documents.escaped import escapes_tool_results, with_escaped
     from lmc.documents.sources import read_documents
     from lmc.http.client import Unreachable
 
@@ -108,6 +117,11 @@ def learn(
                 learner = ServerLearner(url, special, salt, admin, chat=chat, retains=bool(retention))
             elif not dry_run:
                 learner = opened.enter_context(closing(_model_learner(str(model), settings, salt)))
+            if escaped is None and learner is not None and escapes_tool_results(learner.prompt_of):
+                escaped, note = True, "the chat template writes the results of tools as JSON strings: each text is also"
+                notes.append(f"{note} learned so; --no-escaped leaves that out")
+            if escaped:
+                corpus.documents = list(with_escaped(corpus.documents))
             if split and learner is not None:
                 corpus.documents = cut(corpus.documents, learner)
         except Unreachable as error:

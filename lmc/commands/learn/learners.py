@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from lmc.blend.segments import Span, document_tokens, without_separators
 from lmc.commands.administration import ADMIN_URL
@@ -11,6 +12,7 @@ from lmc.config.settings import Settings
 from lmc.documents.sources import Document
 from lmc.errors import InputError
 from lmc.http.client import Refused, Unreachable, admin_client, vllm_client
+from lmc.http.prompts import plain_chat
 from lmc.keys import LONGEST_NAME
 from lmc.metrics import parted
 from lmc.storage.places import fastest_first
@@ -112,6 +114,17 @@ class ServerLearner:
         request = {"model": self.model, "prompt": text, "add_special_tokens": False}
         return int(self._client.ask("/tokenize", request)["count"])
 
+    def prompt_of(self, chat: Sequence[dict[str, Any]]) -> str:
+        """Return the prompt that the server makes of a chat. Raises `InputError` if it makes none.
+
+        The server answers the chat with one token, because `/tokenize` renders some models' chats differently.
+        """
+        request = {"model": self.model, "messages": list(chat), "max_tokens": 1, "return_token_ids": True}
+        tokens = self._client.ask("/v1/chat/completions", request).get("prompt_token_ids")
+        if not tokens:
+            raise InputError(f"{self._client.url} responded without prompt_token_ids")
+        return str(self._client.ask("/detokenize", {"model": self.model, "tokens": tokens})["prompt"])
+
     def longest(self) -> int:
         """Return the number of tokens that a document may have; 0 if it is unknown."""
         length = self._client.model_facts().get("max_model_len")
@@ -196,6 +209,13 @@ class ModelLearner:
     def tokens(self, text: str) -> int:
         """See `ServerLearner`."""
         return len(self._tokenizer.encode(text))
+
+    def prompt_of(self, chat: Sequence[dict[str, Any]]) -> str:
+        """See `ServerLearner`."""
+        try:
+            return str(self._tokenizer.apply_chat_template(plain_chat(chat), tokenize=False))
+        except Exception as error:  # A template may raise any error.
+            raise InputError(f"the chat template cannot render a chat with tools: {error}") from error
 
     def longest(self) -> int:
         """See `ServerLearner`."""
