@@ -43,8 +43,7 @@ class Words:
         return " ".join("" if token == BLANK else f"w{token}" for token in tokens)
 
     def encode(self, text):
-        words = text.replace(" # # ", " w90 w91 ").split()
-        return [int(word.removeprefix("w")) for word in words]
+        return [int(number) for number in re.findall(r"w(\d+)", text.replace(" # # ", " w90 w91 "))]
 
     def apply_chat_template(self, messages, **_):
         return [token for message in messages for token in self.encode(message["content"])]
@@ -511,7 +510,7 @@ def advised(make):
     return advise
 
 
-def test_whoever_has_learned_nothing_is_told_how_to(advised):
+def test_an_engine_that_knows_no_documents_advises_how_to_learn(advised):
     why, advice = advised(OTHER)
     assert why == "this engine knows no documents"
     assert advice.startswith("lmc learn FILES --url http://localhost:8000 ")
@@ -547,6 +546,7 @@ def test_a_document_of_another_tenant_is_named(advised):
     why, advice = advised(text, NOTES, salt="a", cache_salt="b")
     assert why.startswith("the prompt has 0.txt: it was learned under another cache_salt")
     assert "--salt b" in advice
+    assert "--salt 'b; c'" in advised(text, NOTES, salt="a", cache_salt="b; c")[1]
     why, advice = advised(OTHER, NOTES, salt="a")
     assert why == "this engine knows no documents of this model and this cache_salt"
 
@@ -556,6 +556,8 @@ def test_a_document_with_other_white_space_is_named(advised):
         why, advice = advised(f"Use this: {text} What is rule 8?", OTHER, NOTES)
         assert why == "the prompt has 1.txt with other white space"
         assert "the texts that the application sends" in advice
+    joined = "".join(JAPANESE.split())
+    assert advised(f"{joined} 何ですか", OTHER, JAPANESE)[0] == "the prompt has 1.txt with other white space"
 
 
 def test_a_document_that_is_escaped_as_json_is_named(advised):

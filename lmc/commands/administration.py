@@ -64,7 +64,7 @@ def explain(
         return
     for number, one in enumerate(explanation.get("prompts", [explanation]), 1):
         if len(prompts) > 1:
-            console().print(Text(f"{chr(10) * (number > 1)}prompt {number} of {len(prompts)}"))
+            console().print(Text(f"prompt {number} of {len(prompts)}"))
         _show_explanation(one, url)
 
 
@@ -301,8 +301,9 @@ def _body(source: str) -> dict[str, Any]:
         body = json.loads(text)
     except ValueError as error:
         if text.lstrip()[0] in "{[":
-            raise InputError(f"{source} is not valid JSON: {error}") from None
-        return {"prompt": text}
+            hint = f'a text that begins with {text.lstrip()[0]} must be given as {{"prompt": "TEXT"}}'
+            raise InputError(f"{source} is not valid JSON: {error}; {hint}") from None
+        return {COMPLETION: text}
     if isinstance(body, list):
         return {_field_of(body): body}
     if not isinstance(body, dict):

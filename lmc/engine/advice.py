@@ -1,5 +1,7 @@
 """Advises what to change if a prompt has no known document, or has one in a form that is not found."""
 
+import json
+import shlex
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +18,7 @@ from lmc.keys import RecordKind
 
 MIN_RUN = BLOCK + STRIDE  # smallest value of blend_min_run
 MAX_RANKED = 4096  # documents, the last used ones, that are ranked by the tokens that they share with a prompt
-MAX_RESPACED = 16  # documents that are compared without regard to white space
+MAX_SPACELESS = 16  # documents that are compared without regard to white space
 ID_DIGITS = 12  # digits of the id of a document without a name
 MAX_ESCAPED = 2  # how often a text may be escaped: twice in JSON inside of a JSON string
 
@@ -32,8 +34,8 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
-class Respaced:
-    """The tokens of a document's text with a blank between its words."""
+class Spaceless:
+    """The tokens of a document's text without its white space."""
 
     tokens: "array[int]"
     known: KnownDocument
@@ -81,7 +83,8 @@ class Adviser:
         known = [document for document in self.engine.known.list() if not document.removed]
         namespace = self.engine.namespace(RecordKind.DOCUMENT, self.salt)
         own = [document for document in known if document.namespace == namespace]
-        for other in {document.namespace for document in known} - {namespace}:
+        others = dict.fromkeys(document.namespace for document in known if document.namespace != namespace)
+        for other in self.engine.background.gently(others):
             if runs := self.engine.known.find(other, prompt, settings.blend_min_run):
                 why = f"the prompt has {_first_of(_name(run.document) for run in runs)}: "
                 why += why_elsewhere(self.engine, [run.document for run in runs])
@@ -108,32 +111,33 @@ class Adviser:
     ) -> list[KnownDocument]:
         """Return the documents whose text, or a part of it, is in a prompt with other white space."""
 
-        def respaced(tokens: Tokens) -> "array[int]":
-            return array("I", encode(" ".join(self.decode(list(tokens)).split())))
+        def spaceless(tokens: Tokens) -> "array[int]":
+            return array("I", encode("".join(self.decode(list(tokens)).split())))
 
         gently, distinct = self.engine.background.gently, set(prompt)
         ranked = [
             (len(distinct.intersection(document.tokens)) / len(document.tokens) ** 0.5, number)
             for number, document in enumerate(gently(documents[:MAX_RANKED]))
         ]
-        likely = [documents[number] for _, number in nlargest(MAX_RESPACED, ranked)]
-        finder = DocumentFinder[Respaced]()
-        finder.insert([Respaced(respaced(document.tokens), document) for document in gently(likely)])
-        return [run.document.known for run in finder.find(respaced(prompt), self.engine.settings.blend_min_run)]
+        likely = [documents[number] for _, number in nlargest(MAX_SPACELESS, ranked)]
+        finder = DocumentFinder[Spaceless]()
+        finder.insert([Spaceless(spaceless(document.tokens), document) for document in gently(likely)])
+        return [run.document.known for run in finder.find(spaceless(prompt), self.engine.settings.blend_min_run)]
 
     def _learn(self, option: str, effect: str) -> tuple[str, ...]:
-        words = "lmc learn FILES --url http://localhost:8000", option, f"--salt {self.salt}" if self.salt else ""
-        return (f"{' '.join(filter(None, words))}    ({effect})",)
+        salt = f"--salt {shlex.quote(self.salt)}" if self.salt else ""
+        command = " ".join(filter(None, ("lmc learn FILES --url http://localhost:8000", option, salt)))
+        return (f"{command}    ({effect})",)
 
     def _marks(self) -> tuple[str, ...]:
         """Return how applications say where documents are in prompts."""
         separator = self.engine.settings.blend_special_str
+        quoted = json.dumps(separator)
         return (
             "or let prompts say where documents are, and lmc learns them from prompts:",
-            f'LangChain: create_stuff_documents_chain(…, document_separator="{separator}"), and "{separator}" before '
+            f"LangChain: create_stuff_documents_chain(…, document_separator={quoted}), and {quoted} before "
             "and after {context}",
-            f'LlamaIndex: a node postprocessor that begins each node with "{separator}", and "{separator}" after '
-            "{context_str}",
+            f"LlamaIndex: a node postprocessor that begins each node with {quoted}, and {quoted} after {{context_str}}",
             f"Haystack: {{% for d in documents %}}{separator}{{{{ d.content }}}}{{% endfor %}}{separator}",
             'OpenAI: extra_body={"kv_transfer_params": {"lmc": {"documents": ["TEXT", …]}}}, as they are in the prompt',
         )
