@@ -133,7 +133,9 @@ class Adviser:
         """Return how applications say where documents are in prompts."""
         separator = self.engine.settings.blend_special_str
         quoted = json.dumps(separator)
+        repeated = "or set blend_find: repeated (LMC_BLEND_FIND=repeated), and lmc learns what prompts repeat"
         return (
+            *([repeated] if self.engine.settings.blend_find == "known" else []),
             "or let prompts say where documents are, and lmc learns them from prompts:",
             f"LangChain: create_stuff_documents_chain(…, document_separator={quoted}), and {quoted} before "
             "and after {context}",
