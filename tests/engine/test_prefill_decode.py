@@ -74,10 +74,10 @@ def test_the_decoder_loads_a_prompt_up_to_its_last_whole_block(prefiller, decode
 
 
 def test_a_decoder_that_comes_before_the_last_pages_are_stored_computes_these_itself(prefiller, decode, alone):
-    """The prefiller answers a step before it has stored the blocks behind the last full chunk."""
+    """The prefiller answers a step before it has stored what its last step computed, the tokens from 512 on."""
     prefiller.ask(LATE, count=1, saves=False)
     early = decode(LATE)
-    assert facts(early)["exact_tokens"] == 640
+    assert facts(early)["exact_tokens"] == 512
     assert agree(early, alone[0][tuple(LATE)])
 
 
@@ -154,7 +154,7 @@ def run_example(prompt: str, prefill: HttpEngine, decode: HttpEngine) -> list[st
 
 
 def stored_tokens(server: ServerProcess) -> int:
-    return sum(arena.stats.present["host"][1] for arena in status(server.path).arenas)
+    return sum(arena.stats.present.get("host", (0, 0))[1] for arena in status(server.path).arenas)
 
 
 def test_the_commands_of_the_page_and_the_example_serve_a_prompt_from_the_other_engine_s_pages(http_engines):
