@@ -173,9 +173,13 @@ def wanted_of(model: str, sizes: Sizes, cases: "Cases", name: str, options: dict
 
 def engine_with_lmc(model: str, sizes: Sizes, options: dict[str, Any], kernels: str) -> Probe:
     """Start an engine with the kernels that `LMC_KERNELS` then chooses."""
-    least = min(256, sizes.tokens)  # tokens that are worth a blend
+    settings = {
+        "blend_min_tokens": min(256, sizes.tokens),  # tokens that are worth a blend
+        "blend_find": "separators",  # Plain requests have the same documents, and are not blended.
+        "max_local_cpu_size": 1.0,
+    }
     with patch.dict(os.environ, LMC_KERNELS=kernels):  # The child inherits it.
-        return Probe(model, lmc={"blend_min_tokens": least, "max_local_cpu_size": 1.0}, **options)
+        return Probe(model, lmc=settings, **options)
 
 
 # -- what vLLM answers alone -------------------------------------------------------------------------------------------
