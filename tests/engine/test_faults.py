@@ -33,10 +33,10 @@ def lab(shared):
     shared.learn(DOCUMENTS)
     poison()
     yield shared
+    shared.setup.clock = clock  # Idle work waits until time has passed.
     shared.settle()
     threads_are_done(shared)
     shared.tiers[0] = disk
-    shared.setup.clock = clock
     shared.check()
 
 
