@@ -22,6 +22,7 @@ class EchoEngine:
 
     def __init__(self, models: tuple[str, ...] = ("echo",)) -> None:
         self.models, self.healthy, self.hurried = models, True, False  # hurried: no delay is heeded
+        self.card: dict[str, Any] = {}  # more fields of each model in /v1/models
         self.seen: list[dict[str, Any]] = []  # requests
         self.aborted, self.refusing = 0, 0  # requests whose client has left; the status of all answers, if it is set
 
@@ -37,7 +38,10 @@ class EchoEngine:
         if path == "/health":
             await respond(send, 200 if self.healthy else 503, b"")
         elif path == "/v1/models":
-            await respond(send, 200, json.dumps({"data": [{"id": name} for name in self.models]}).encode())
+            cards = [{"id": name, **self.card} for name in self.models]
+            await respond(send, 200, json.dumps({"data": cards}).encode())
+        elif path == "/version":
+            await respond(send, 200, b'{"version": "0.32.0"}')
         else:
             await self._answer(scope, body, receive, send)
 

@@ -120,7 +120,7 @@ def test_what_administers_an_engine_is_not_sent_on(two, path):
     before = sum(len(one.seen) for one in two.echoes)
     status, found = two.ask(path, {"model": "echo", "prompt": "x"})
     assert status == 404
-    assert "the router has no POST" in found["error"]
+    assert "the router has no POST" in found["error"]["message"]
     assert sum(len(one.seen) for one in two.echoes) == before
 
 
@@ -128,7 +128,7 @@ def test_other_paths_of_engines_may_be_allowed():
     with house(1, allowed_paths=frozenset(("/v1/load_lora_adapter",))) as built:
         assert built.ask("/v1/load_lora_adapter", {"model": "echo"})[0] == 200
         assert built.ask("/v1/unload_lora_adapter", {"model": "echo"})[0] == 404
-        assert built.ask("/v1/load_lora_adapter")[0] == 404, "a GET"
+        assert built.ask("/v1/load_lora_adapter")[0] == 405, "a GET"
 
 
 # -- responses --------------------------------------------------------------------------------------------------------

@@ -204,14 +204,17 @@ class Guard:
         largest: int = MAX_BODY_BYTES,
         larger: Mapping[str, int] | None = None,
         path_tokens: Mapping[str, str] | None = None,
+        error: Callable[[int, str], Any] | None = None,
     ) -> None:
         """`tenants` maps tokens to tenants; with such a token, a caller sees only what belongs to the tenant.
 
         Paths in `unguarded` need no token. `path_tokens` has a second token for some paths, which is valid only there.
-        A request body may have `largest` bytes, or the limit of its path in `larger`.
+        A request body may have `largest` bytes, or the limit of its path in `larger`. `error` returns the error in a
+        response, from its status and the reason; by default the reason alone.
         """
         self._application, self._token, self._tenants, self._open = application, token, tenants or {}, unguarded
         self._largest, self._larger, self._path_tokens = largest, larger or {}, path_tokens or {}
+        self._error = error or (lambda _, reason: reason)
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         """Pass a request to the application, or refuse it."""
@@ -220,7 +223,7 @@ class Guard:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         code, refused = self._refusal(scope, headers)
         if code:
-            await refuse(send, code, refused)
+            await refuse(send, code, self._error(code, refused))
             return
         received, complete, max_bytes = 0, False, self._may_have(scope)
 
@@ -248,7 +251,8 @@ class Guard:
         with suppress(_BadBody):
             await self._application(scope, receive_bounded, send_if_bounded)
         if code:
-            await refuse(send, code, refused, close=True)  # The rest of the body would be read as a request.
+            # The rest of the body would be read as a request.
+            await refuse(send, code, self._error(code, refused), close=True)
 
     def _refusal(self, scope: Any, headers: Mapping[str, str]) -> tuple[int, str]:
         visitor = self._visitor(bearer_token(headers.get("authorization", "")), scope["path"])
@@ -296,9 +300,9 @@ class _BadBody(Exception):
     """A request body is too large, or does not arrive in time."""
 
 
-async def refuse(send: Send, code: int, reason: str, *, close: bool = False) -> None:
+async def refuse(send: Send, code: int, error: Any, *, close: bool = False) -> None:
     """Respond with an error, and optionally `close` the connection."""
-    body = json.dumps({"error": reason}).encode()
+    body = json.dumps({"error": error}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(b"connection", b"close")] if close else []
     await send({"type": "http.response.start", "status": code, "headers": headers})

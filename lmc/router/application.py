@@ -1,32 +1,34 @@
 """The router as an ASGI application: the proxy for requests to engines, and the router's own paths.
 
-GET /health and /ready need no token. /v1/models and /metrics are for clients. /engines and /lmc/… are administration.
+GET /health, /ready, /ping and /version need no token. /v1/models and /metrics are for clients. /engines and /lmc/… are
+administration.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from lmc.blend.markers import Markers
 from lmc.errors import InputError
-from lmc.http.server import Guard, Receive, Send, refuse
-from lmc.router.client import Client, Refusal
+from lmc.http.server import Guard, Receive, Send
+from lmc.router.client import REQUEST_ID_HEADER, Client, Refusal, error_object, sent_back, sent_on
+from lmc.router.cors import OriginHeaders, RawHeaders, is_preflight
 from lmc.router.document_tokens import DocumentTokens
 from lmc.router.engines import Engine, EngineAddress, Engines, address
 from lmc.router.follow import Follower
 from lmc.router.local_tokenizers import LocalTokenizers
 from lmc.router.policies.base import Policy
-from lmc.router.proxy import Proxy
+from lmc.router.proxy import Proxy, ShortAnswer
 from lmc.router.requests import json_object
 from lmc.router.router_metrics import ENGINE_INDEXED, INDEXED, IS_REPORTED, LAG, UNPLACED, UNREADABLE, RouterMetrics
 from lmc.router.settings import RouterSettings
@@ -35,7 +37,11 @@ from lmc.router.watch import Discovery, Watch, keep_up
 log = logging.getLogger(__name__)
 
 METRICS_PATH, MODELS_PATH, ADMIN_PATHS = "/metrics", "/v1/models", ("/engines", "/lmc/")
-PUBLIC_PATHS = ("/health", "/ready", METRICS_PATH)
+# The router's own paths for all clients, with their methods.
+PUBLIC_PATHS = {
+    "/health": ["GET"], "/ready": ["GET"], "/ping": ["GET", "POST"], "/version": ["GET"], METRICS_PATH: ["GET"],
+    MODELS_PATH: ["GET"],
+}  # fmt: skip
 NO_CLIENT = "missing or wrong token: send it as `Authorization: Bearer …`"
 NO_TOKEN = "administration is off: a router that other hosts can reach needs LMC_ADMIN_TOKEN"
 Handler = Callable[[Request], Awaitable[Response]]
@@ -54,7 +60,8 @@ class Router:
         self._tasks: list[asyncio.Task[None]] = []
         self._watch: Watch | None = None
         self._public, private = self._applications()
-        self._private = Guard(private, settings.admin_token)
+        self._private = Guard(private, settings.admin_token, error=error_object)
+        self._origins = OriginHeaders(self._headers_of)
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -62,23 +69,57 @@ class Router:
             await self._live(receive, send)
         elif scope["type"] != "http":
             return
-        elif self.proxy.takes(scope) or scope["path"] == MODELS_PATH:
-            if not self.settings.admits(_authorization(scope)):
-                await Client(scope, receive, send).refuse(Refusal(401, NO_CLIENT))
-            elif scope["path"] == MODELS_PATH:
-                await self._public(scope, receive, send)
-            else:
-                await self.proxy(scope, receive, send)
-        elif scope["path"] == METRICS_PATH and not self.settings.may_read_metrics(_authorization(scope)):
-            await Client(scope, receive, send).refuse(Refusal(401, NO_CLIENT))
-        elif scope["path"] in PUBLIC_PATHS:
-            await self._public(scope, receive, send)
         elif not scope["path"].startswith(ADMIN_PATHS):
-            await refuse(send, 404, f"the router has no {scope['method']} {scope['path']}")
+            scope, send = _without_slash(scope), self._origins.added(scope, send)
+            client = Client(scope, receive, send)
+            try:
+                await self._serve(client, scope, receive, send)
+            except Refusal as refusal:
+                await client.refuse(refusal)
         elif self.settings.open_admin or self.settings.admin_token:
-            await self._private(scope, receive, send)
+            await self._private(_without_slash(scope), receive, send)
         else:
-            await refuse(send, 403, NO_TOKEN)
+            await Client(scope, receive, send).refuse(Refusal(403, NO_TOKEN))
+
+    async def _serve(self, client: Client, scope: Any, receive: Receive, send: Send) -> None:
+        """Answer a request that is not administration. Raises `Refusal`."""
+        path, methods = client.path, self.proxy.methods(scope)
+        if not methods and path not in PUBLIC_PATHS:
+            raise Refusal(404, f"the router has no {client.method} {path}")
+        if is_preflight(client.method, client.headers):
+            await self._preflight(client)
+            return
+        login = client.headers.get("authorization", "")
+        if (methods or path == MODELS_PATH) and not self.settings.admits(login):
+            raise Refusal(401, NO_CLIENT)
+        if path == METRICS_PATH and not self.settings.may_read_metrics(login):
+            raise Refusal(401, NO_CLIENT)
+        if not methods:
+            await self._public(scope, receive, send)
+        elif client.method in methods:
+            await self.proxy(scope, receive, send)
+        else:
+            raise Refusal(405, f"{path} takes {' and '.join(methods)}, not {client.method}", allow=", ".join(methods))
+
+    async def _preflight(self, client: Client) -> None:
+        """Have an engine answer whether web pages of an origin may send a request. Raises `Refusal`."""
+        headers = sent_on(client.header_list, {})
+        answer = await self._short(client.method, client.target, headers)
+        name = self.settings.name_of(answer.engine)
+        await client.begin(answer.status, sent_back(answer.headers, headers[REQUEST_ID_HEADER], name, 0))
+        await client.write(answer.content)
+        await client.end()
+
+    async def _short(self, method: str, target: str, headers: Mapping[str, str]) -> ShortAnswer:
+        """Return an engine's answer to a short request. Raises `Refusal` if no engine answers."""
+        try:
+            return await self.proxy.short(method, target, headers)
+        except InputError as error:
+            log.info("lmc router: %s", error)
+            raise Refusal(503, "no engine is available: try again later") from None
+
+    async def _headers_of(self, origin: str) -> RawHeaders:
+        return (await self._short("GET", "/health", {"origin": origin})).headers
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -126,7 +167,8 @@ class Router:
 
     def _applications(self) -> tuple[Starlette, Starlette]:
         public = {
-            "/health": self._health, "/ready": self._is_ready, "/metrics": self._metrics, "/v1/models": self._models,
+            "/health": self._health, "/ready": self._is_ready, "/ping": self._ping, "/version": self._version,
+            METRICS_PATH: self._metrics, MODELS_PATH: self._models,
         }  # fmt: skip
         private = [
             ("GET", "/engines", self._listed),
@@ -138,7 +180,7 @@ class Router:
         ]
         return (
             Starlette(
-                routes=[Route(path, _handler(handler), methods=["GET"]) for path, handler in public.items()],
+                routes=[Route(path, _handler(handler), methods=PUBLIC_PATHS[path]) for path, handler in public.items()],
                 exception_handlers={405: _not_found},
             ),
             Starlette(
@@ -153,6 +195,19 @@ class Router:
     async def _is_ready(self, _: Request) -> Response:
         usable = sum(engine.usable(time.monotonic()) for engine in self.engines)
         return JSONResponse({"engines": usable}, 200 if self._ready and usable else 503)
+
+    async def _ping(self, _: Request) -> Response:
+        """Answer whether any engine is usable, with an empty body, as vLLM does for hosting services."""
+        if not (self._ready and any(engine.usable(time.monotonic()) for engine in self.engines)):
+            raise Refusal(503, "no engine is available: try again later")
+        return Response()
+
+    async def _version(self, _: Request) -> Response:
+        """Answer the version of an engine."""
+        answer = await self._short("GET", "/version", {})
+        if answer.status != 200:
+            raise Refusal(502, f"{self.settings.name_of(answer.engine)} answered {answer.status}")
+        return Response(answer.content, media_type="application/json")
 
     async def _metrics(self, _: Request) -> Response:
         self._count_index()
@@ -179,8 +234,9 @@ class Router:
             self.metrics.set(UNREADABLE, blocks.unreadable)
 
     async def _models(self, _: Request) -> Response:
-        models = [{"id": name, "object": "model", "created": 0, "owned_by": "lmc"} for name in self.engines.models()]
-        return JSONResponse({"object": "list", "data": models})
+        models = self.engines.models().items()
+        data = [{"id": name, "object": "model", "created": 0, "owned_by": "lmc", **card} for name, card in models]
+        return JSONResponse({"object": "list", "data": data})
 
     async def _listed(self, _: Request) -> Response:
         return JSONResponse({"engines": [self._described(engine) for engine in self.engines]})
@@ -256,7 +312,13 @@ class Router:
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    return JSONResponse({"error": f"the router has no {request.method} {request.url.path}"}, 404)
+    assert isinstance(error, HTTPException)
+    reason = f"the router has no {request.method} {request.url.path}"
+    return _failed(error.status_code, reason, error.headers)
+
+
+def _failed(status: int, reason: str, headers: Mapping[str, str] | None = None) -> Response:
+    return JSONResponse({"error": error_object(status, reason)}, status, headers)
 
 
 def _handler(handle: Handler) -> Handler:
@@ -264,18 +326,20 @@ def _handler(handle: Handler) -> Handler:
         try:
             return await handle(request)
         except InputError as error:
-            return JSONResponse({"error": str(error)}, 400)
+            return _failed(400, str(error))
         except Refusal as refusal:
-            return JSONResponse({"error": refusal.why}, refusal.status)
+            return _failed(refusal.status, refusal.why)
         except Exception:
             log.exception("lmc router: request for %s failed", request.url.path)
-            return JSONResponse({"error": "unexpected error; see the router's log"}, 500)
+            return _failed(500, "unexpected error; see the router's log")
 
     return handle_errors
 
 
-def _authorization(scope: Any) -> str:
-    return str(Headers(scope=scope).get("authorization", ""))
+def _without_slash(scope: Any) -> Any:
+    """Return the scope of a request without a slash at the end of its path, to which vLLM redirects."""
+    raw, path = scope["raw_path"], scope["path"]
+    return {**scope, "path": path[:-1], "raw_path": raw[:-1]} if raw.endswith(b"/") else scope
 
 
 def _described(engine: Engine) -> dict[str, Any]:

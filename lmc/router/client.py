@@ -17,7 +17,7 @@ UPLOAD_SECONDS, UPLOAD_RATE = 30.0, 64 << 10  # a body may take 30 s, and 1 s mo
 STALLED_SECONDS = 60.0  # a client that reads nothing for this long is disconnected
 ERROR_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "NotFoundError",
-    408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error",
+    405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error",
 }  # fmt: skip
 # Headers of one connection, and headers that are written anew for each.
 NOT_SENT_ON = frozenset({
@@ -32,10 +32,10 @@ ENGINE_HEADER, EXPECTED_HEADER, REQUEST_ID_HEADER = "x-lmc-engine", "x-lmc-expec
 class Refusal(Exception):
     """An error for a client, instead of an engine's answer."""
 
-    def __init__(self, status: int, reason: str, parameter: str | None = None) -> None:
-        """`parameter` is the invalid field of the request."""
+    def __init__(self, status: int, reason: str, parameter: str | None = None, allow: str = "") -> None:
+        """`parameter` is the invalid field of the request, and `allow` the methods that the path allows."""
         super().__init__(reason)
-        self.status, self.why, self.parameter = status, reason, parameter
+        self.status, self.why, self.parameter, self.allow = status, reason, parameter, allow
 
 
 class Stalled(Exception):
@@ -120,16 +120,20 @@ class Client:
         """Send an error in the format of OpenAI's API, unless an answer has begun."""
         if self._begun:
             return
-        error = {
-            "message": refusal.why, "type": ERROR_TYPES.get(refusal.status, "server_error"), "param": refusal.parameter,
-            "code": refusal.status,
-        }  # fmt: skip
-        body = json.dumps({"error": error}).encode()
+        body = json.dumps({"error": error_object(refusal.status, refusal.why, refusal.parameter)}).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         if refusal.status in RETRIABLE:
             headers.append((b"retry-after", RETRY_AFTER))
+        if refusal.allow:
+            headers.append((b"allow", refusal.allow.encode()))
         await self.begin(refusal.status, headers)
         await self._send({"type": "http.response.body", "body": body})
+
+
+def error_object(status: int, reason: str, parameter: str | None = None) -> dict[str, Any]:
+    """Return the error of OpenAI's API for a status and a reason."""
+    kind = ERROR_TYPES.get(status, "server_error")
+    return {"message": reason, "type": kind, "param": parameter, "code": status}
 
 
 def read_headers(raw: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:

@@ -4,10 +4,13 @@ uvicorn's protocol closes a connection that is idle after an answer, but has no 
 """
 
 import asyncio
+import json
 import resource
+from http import HTTPStatus
 from typing import Any
 
 from lmc.errors import ConfigError
+from lmc.router.client import error_object
 
 HEAD_BYTES = 64 << 10
 HEAD_SECONDS = 10.0
@@ -50,8 +53,17 @@ def bounded_protocol() -> Any:
             super().data_received(data)
             self.head_bytes += len(data) if self.waiting is before else 0  # without the end of an earlier request
             if self.waiting is not None and self.head_bytes > HEAD_BYTES:
-                self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n\r\n")
-                self.transport.close()
+                self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"request head exceeds {HEAD_BYTES} bytes")
+
+        def send_400_response(self, msg: str) -> None:
+            """Answer a request that is not valid HTTP."""
+            self._refuse(HTTPStatus.BAD_REQUEST, msg)
+
+        def _refuse(self, status: HTTPStatus, reason: str) -> None:
+            body = json.dumps({"error": error_object(status, reason)}).encode()
+            head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            self.transport.close()
 
         def _wait(self, *, ends: bool = False) -> None:
             if self.waiting is not None:

@@ -4,10 +4,10 @@ import asyncio
 import errno
 import re
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from lmc.errors import InputError
@@ -142,6 +142,7 @@ class Engine:
     address: EngineAddress
     candidate: Candidate
     models: frozenset[str]
+    cards: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # its models by name, as /v1/models lists them
     breaker: EngineBreaker = field(default_factory=EngineBreaker)
     healthy: bool = True  # according to the last health check
     gone: bool = False  # whether its process has ended since it was healthy, which empties its memory
@@ -227,9 +228,19 @@ class Engines:
         self[url]
         del self._engines[url]
 
-    def models(self) -> list[str]:
-        """Return the models of all healthy engines that are not draining."""
-        return sorted({model for engine in self for model in engine.models if engine.healthy and not engine.draining})
+    def models(self) -> dict[str, dict[str, Any]]:
+        """Return the models of all healthy engines that are not draining, by name, as the engines list them.
+
+        Several engines may list the same model. The values of the first one are returned, but the smallest
+        `max_model_len`, because a request may go to any of them.
+        """
+        models: dict[str, dict[str, Any]] = {}
+        for engine in self:
+            names = [*engine.cards, *sorted(engine.models - engine.cards.keys())]
+            for name in names if engine.healthy and not engine.draining else ():
+                if name in engine.models:
+                    models[name] = _merged(models.get(name, {}), engine.cards.get(name, {}))
+        return models
 
     def knows(self, model: str) -> bool:
         """Return whether any engine serves a model, or may serve it."""
@@ -265,3 +276,9 @@ class Engines:
         engine.candidate.load += 1
         engine.candidate.backlog += cost
         return engine
+
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one entry of /v1/models for a model of two engines."""
+    lengths = [card["max_model_len"] for card in (first, second) if isinstance(card.get("max_model_len"), int)]
+    return {**second, **first, **({"max_model_len": min(lengths)} if lengths else {})}

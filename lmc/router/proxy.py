@@ -7,10 +7,10 @@ breaks off for the client too. If the client disconnects, so does the router fro
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -35,9 +35,18 @@ log = logging.getLogger(__name__)
 
 STREAM_TYPE = "text/event-stream"  # content type of a streamed answer
 JSON_HEADERS = {"content-type": "application/json"}  # required by vLLM, and not added by the session
-TOKENIZE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+SHORT_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 IDLE_CONNECTION_SECONDS = 3.0  # for idle connections; vLLM closes them after 5 s, and a request must not race with that
 TAIL_BYTES = 4096  # bytes at the end of an answer, which report what was reused
+
+
+class ShortAnswer(NamedTuple):
+    """An engine's whole answer to a short request."""
+
+    engine: str
+    status: int
+    headers: Sequence[tuple[bytes, bytes]]
+    content: bytes
 
 
 class Proxy:
@@ -79,14 +88,14 @@ class Proxy:
         if self.session is not None:
             await self.session.close()
 
-    def takes(self, scope: Mapping[str, Any]) -> bool:
-        """Return whether a request is for engines."""
+    def methods(self, scope: Mapping[str, Any]) -> Sequence[str]:
+        """Return the methods with which a request's path is forwarded to engines; none if it is not forwarded."""
         path = scope["path"]
         if scope.get("raw_path", b"").partition(b"?")[0] != path.encode():  # An engine may decode it differently.
-            return False
-        if scope["method"] == "POST" and (path in COMPUTING or path in self._settings.allowed_paths):
-            return True
-        return scope["method"] in ("GET", "POST", "DELETE") and bool(response_of(path))
+            return ()
+        if path in COMPUTING or path in self._settings.allowed_paths:
+            return ("POST",)
+        return ("GET", "POST", "DELETE") if response_of(path) else ()
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -214,19 +223,34 @@ class Proxy:
                 return await self.tokenizers.tokens(model, fields)
             except InputError as error:
                 log.debug("lmc router: requesting tokens from an engine: %s", error)
+        answer = await self.short("POST", "/tokenize", JSON_HEADERS, msgspec.json.encode(fields), model)
+        if answer.status != 200:
+            raise InputError(f"{answer.engine}/tokenize answered {answer.status}: {answer.content[:200]!r}")
+        try:
+            return list(msgspec.json.decode(answer.content)["tokens"])
+        except (msgspec.DecodeError, TypeError, KeyError) as error:
+            raise InputError(f"{answer.engine}/tokenize returned no tokens: {error}") from None
+
+    async def short(
+        self, method: str, target: str, headers: Mapping[str, str], body: bytes | None = None, model: str = ""
+    ) -> "ShortAnswer":
+        """Send a request that computes little to the least loaded engine, and return its answer.
+
+        Raises `InputError` if no engine is available, or the engine fails.
+        """
         candidates = self._engines.candidates(model)
         if not candidates or self.session is None:
-            raise InputError(f"no engine is available for the model {model!r}: try again later")
-        url = URL(min(candidates, key=lambda candidate: candidate.load).name + "/tokenize", encoded=True)
+            of_model = f" for the model {model!r}" if model else ""
+            raise InputError(f"no engine is available{of_model}: try again later")
+        engine = min(candidates, key=lambda candidate: candidate.load).name
+        url, headers = URL(engine + target, encoded=True), CIMultiDict({**headers, **self._settings.login})
         try:
-            body, headers = msgspec.json.encode(fields), {**JSON_HEADERS, **self._settings.login}
-            async with self.session.post(url, data=body, headers=headers, timeout=TOKENIZE_TIMEOUT) as answer:
-                content = await answer.read()
-                if answer.status != 200:
-                    raise InputError(f"{url} answered {answer.status}: {content[:200]!r}")
-                return list(msgspec.json.decode(content)["tokens"])
-        except (aiohttp.ClientError, OSError, msgspec.DecodeError, TypeError, KeyError) as error:
-            raise InputError(f"{url} returned no tokens: {error}") from None
+            async with self.session.request(
+                method, url, data=body, headers=headers, timeout=SHORT_TIMEOUT, allow_redirects=False
+            ) as answer:
+                return ShortAnswer(engine, answer.status, answer.raw_headers, await answer.read())
+        except (aiohttp.ClientError, OSError) as error:
+            raise InputError(f"{url} failed: {error or type(error).__name__}") from None
 
     @contextmanager
     def _visit(self, received: Received, failed: set[str]) -> Iterator[Visit]:

@@ -5,6 +5,7 @@ unless the option `allowed_paths` has them.
 """
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from types import MappingProxyType
@@ -25,6 +26,10 @@ COMPUTING = frozenset({
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
     "/v1/embeddings", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/score", "/v1/rerank", "/v2/rerank",
     "/v1/pooling", "/v1/classify", "/tokenize", "/detokenize", "/score", "/rerank", "/pooling", "/classify",
+    "/v1/completions/render", "/v1/completions/derender", "/v1/chat/completions/render",
+    "/v1/chat/completions/derender", "/v1/chat/completions/batch", "/v1/responses/render", "/v1/messages/render",
+    "/v2/embed", "/cohere/v2/chat", "/cohere/v2/chat/render", "/generative_scoring", "/inference/v1/generate",
+    "/invocations",
 })  # fmt: skip
 RESPONSES = "/v1/responses"
 RESPONSE_PATH = re.compile(rf"{RESPONSES}/([\w.-]{{1,128}})(/cancel|/input_items)?", re.ASCII)
@@ -48,7 +53,7 @@ ASSISTANT = "assistant"  # the role of the model's own messages
 
 def response_of(path: str) -> str:
     """Return the id of the stored response that a path names, or an empty string."""
-    match = RESPONSE_PATH.fullmatch(path)
+    match = None if path in COMPUTING else RESPONSE_PATH.fullmatch(path)
     return match[1] if match else ""
 
 
@@ -83,7 +88,7 @@ def json_object(body: bytes) -> dict[str, Any]:
     if len(body) > MAX_CONTAINERS and (_containers(body) > MAX_CONTAINERS or body.count(b",") > MAX_VALUES):
         raise InputError(f"request body exceeds {MAX_VALUES} values, or {MAX_CONTAINERS} lists and objects")
     try:
-        content = msgspec.json.decode(body)
+        content = msgspec.json.decode(body.removeprefix(BOM_UTF8))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InputError(f"request body is not valid JSON: {error}") from None
     except RecursionError:

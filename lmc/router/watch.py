@@ -137,7 +137,7 @@ class Watch:
             engine.models = engine.address.models
             self._policy.forget(engine.url)
             self._unfollow(engine.url)
-        if up and not engine.address.models:  # Adapters are loaded and unloaded while it is up.
+        if up:  # Adapters are loaded and unloaded while it is up.
             await self._ask_models(engine)
         followed = self._following.get(engine.url)
         # It may have been removed and added again since the last check.
@@ -154,9 +154,11 @@ class Watch:
     async def _ask_models(self, engine: Engine) -> None:
         try:
             listing = await self._get(engine, "/v1/models", json=True)
-            engine.models = frozenset(str(model["id"]) for model in listing["data"])
+            engine.cards = {str(model["id"]): model for model in listing["data"]}
+            engine.models = engine.address.models or frozenset(engine.cards)
         except (aiohttp.ClientError, OSError, ValueError, TypeError, KeyError) as error:
-            log.warning("lmc router: could not read the models of %s: %s", engine.url, error)
+            level = logging.DEBUG if engine.address.models else logging.WARNING
+            log.log(level, "lmc router: could not read the models of %s: %s", engine.url, error)
 
     async def _get(self, engine: Engine, path: str, *, json: bool = False) -> Any:
         """Return the JSON of an answer, or `True` without `json`; None if its status is not 200."""
