@@ -770,6 +770,18 @@ def test_a_data_parallel_engine_says_where_it_publishes_itself():
     assert Administration(setup, requests).routing()["document_events"] == "tcp://*:5558,tcp://*:6558"
 
 
+@pytest.mark.parametrize(("find", "finds"), [("known", True), ("separators", False)])
+def test_a_router_learns_whether_documents_are_found_without_separators_and_reads_their_tokens(make, find, finds):
+    lab = make(settings={"blend_find": find})
+    learn(lab, DOC_A)
+    found = administration(lab)
+    assert found.routing()["finds"] == finds
+    (listed,) = found.documents.listed()["documents"]
+    (shown,) = found.documents.show(listed["id"])["documents"]
+    assert shown["token_ids"] == DOC_A
+    assert "token_ids" not in listed
+
+
 def test_control_characters_of_documents_and_their_names_are_shown_escaped(make):
     """A client may name a document, and its text may be anything: a terminal would obey it."""
 

@@ -71,7 +71,7 @@ class DocumentAdmin:
         """Return the documents with this name, or the one whose id begins with it. Raises `InputError` without one."""
         matches = self._find(name, tenant)
         _refresh(matches)
-        return {"documents": [self._described(match) | {"text": self._text_of(match.known)[0]} for match in matches]}
+        return {"documents": [self._described(match) | self._contents(match.known) for match in matches]}
 
     def change(self, name: str, changes: Facts, tenant: str | None = None) -> Facts:
         """Pin documents (`pinned`: true or false), set their time limit (`ttl`: seconds, or null), or `name` them.
@@ -167,6 +167,9 @@ class DocumentAdmin:
             "tenant": document.tenant,
             "digest": tokens_digest(document.tokens),
         }
+
+    def _contents(self, document: KnownDocument) -> dict[str, Any]:
+        return {"text": self._text_of(document)[0], "token_ids": document.tokens.tolist()}
 
     def _text_of(self, document: KnownDocument, tokens: int | None = None) -> tuple[str, bool]:
         """Return the text of a document's first tokens, and True. Without a text, return the token ids, and False."""

@@ -7,6 +7,7 @@ administration.
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from lmc.errors import InputError
 from lmc.http.server import Guard, Receive, Send
 from lmc.router.client import REQUEST_ID_HEADER, Client, Refusal, error_object, sent_back, sent_on
 from lmc.router.cors import OriginHeaders, RawHeaders, is_preflight
+from lmc.router.cut import HOW
 from lmc.router.document_tokens import DocumentTokens
 from lmc.router.engines import Engine, EngineAddress, Engines, address
 from lmc.router.follow import Follower
@@ -30,7 +32,17 @@ from lmc.router.local_tokenizers import LocalTokenizers
 from lmc.router.policies.base import Policy
 from lmc.router.proxy import Proxy, ShortAnswer
 from lmc.router.requests import json_object
-from lmc.router.router_metrics import ENGINE_INDEXED, INDEXED, IS_REPORTED, LAG, UNPLACED, UNREADABLE, RouterMetrics
+from lmc.router.router_metrics import (
+    ENGINE_INDEXED,
+    FOUND,
+    INDEXED,
+    IS_REPORTED,
+    LAG,
+    UNPLACED,
+    UNREADABLE,
+    UNSEARCHED,
+    RouterMetrics,
+)
 from lmc.router.settings import RouterSettings
 from lmc.router.watch import Discovery, Watch, keep_up
 
@@ -140,7 +152,8 @@ class Router:
             lookups = DocumentTokens(self.proxy.tokenize, cutter.markers, cutter.special_string_of)
             cutter.find = lookups.find
             self._tasks.append(keep_up(lookups.run, "lookup of document tokens"))
-        follow = Follower(self.policy, session, self.settings.admin_token, self._lagged).follow
+            cutter.note = self.proxy.search.note
+        follow = Follower(self.policy, session, self.settings.admin_token, self._lagged, self.proxy.search).follow
         self._watch = Watch(self.settings, self.engines, self.policy, session, self._discovery, follow)
         self._tasks += await self._watch.open()
         self._ready = True
@@ -227,6 +240,9 @@ class Router:
                 self.metrics.set(ENGINE_INDEXED, count, engine.url, kind)
         if documents is not None:
             self.metrics.set(INDEXED, len(documents))
+            for how in HOW:
+                self.metrics.set(FOUND, documents.noted[how], how)
+            self.metrics.set(UNSEARCHED, self.proxy.search.skipped)
         elif blocks is not None:
             self.metrics.set(INDEXED, len(blocks))
         if blocks is not None:
@@ -290,7 +306,11 @@ class Router:
         ]
         exact = request.tokens is not None
         prompt = {"tokens": len(request.tokens or ()) or round(received.tokens), "exact": exact}
-        return JSONResponse({"engine": choice.engine, "why": choice.why, "prompt": prompt, "engines": engines})
+        answer = {"engine": choice.engine, "why": choice.why, "prompt": prompt, "engines": engines}
+        if (cutter := self.policy.needs.cutter) is not None:
+            documents = Counter(document.how for document in cutter.cut(request).documents)
+            answer["documents"] = {how: documents[how] for how in HOW}
+        return JSONResponse(answer)
 
     async def _learned(self, request: Request) -> Response:
         """Have each text learned by the engine that the policy chooses for it."""

@@ -6,12 +6,12 @@ answers show how often this assumption is right, and which tiers the tokens came
 """
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import ceil
 from typing import NamedTuple
 
-from lmc.router.cut import BLOCK_TOKENS, Cut, CutDocument
+from lmc.router.cut import BLOCK_TOKENS, SEPARATED, Cut, CutDocument
 from lmc.router.fair_lru import FairLru
 from lmc.router.policy import TakeBack
 from lmc.router.prefix_hashes import leading
@@ -68,6 +68,7 @@ class DocumentIndex:
         self._cache_tokens, self._clock = cache_tokens, clock
         self._caches: dict[str, _Cache] = {}
         self._unknown = _Cache(cache_tokens)  # stands for caches without entries, and stays empty
+        self.noted = Counter[str]()  # documents of prompts that were routed, by how they were found
 
     def resize(self, cache: str, tokens: float, chunk_tokens: int = 1) -> None:
         """Set the size of a cache, and of the chunks in which it stores documents, in tokens."""
@@ -114,6 +115,7 @@ class DocumentIndex:
 
     def note(self, cache: str, cut: Cut) -> TakeBack:
         """Record that a prompt was routed to a cache. Returns a function that undoes this."""
+        self.noted.update(document.how for document in cut.documents)
         return self._of(cache).note(cut, self._clock())
 
     def moved(self, cache: str, document: ReportedDocument, medium: str, *, stored: bool, source: str = "") -> None:
@@ -244,9 +246,12 @@ class _Cache:
 
     def note(self, cut: Cut, now: float) -> TakeBack:
         tenant = cut.tenant
-        new = [document.key for document in cut.documents if self._sent.get(tenant, document.key) is None]
+        learned = [document for document in cut.documents if document.how == SEPARATED]
+        new = [document.key for document in learned if self._sent.get(tenant, document.key) is None]
         earlier_blocks = {block: sent[0] for block in cut.blocks if (sent := self._blocks.get(tenant, block))}
         for document in cut.documents:
+            self._sent.touch(tenant, document.key)
+        for document in learned:
             arrived = self._came(tenant, document.key)
             was_evicted = arrived <= self._left.get(ReportedDocument(tenant, document.digest), float("-inf"))
             room = ceil(document.tokens / self._chunk_tokens) * self._chunk_tokens

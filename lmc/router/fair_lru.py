@@ -5,7 +5,7 @@ An owner that fills the table evicts its own entries, and never those of owners 
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -16,8 +16,9 @@ MAX_STALE_ENTRIES = 64  # stale heap entries that are kept before the heap is re
 class FairLru(Generic[K, V]):
     """A table of limited total weight. Each entry has an owner, a weight and a value."""
 
-    def __init__(self, room: float) -> None:
-        """`room` limits the weight of all entries together."""
+    def __init__(self, room: float, evicted: Callable[[str, V], None] | None = None) -> None:
+        """`room` limits the weight of all entries together. `evicted` gets the owner and value of evicted entries."""
+        self._evicted = evicted
         self._total, self._used = room, 0.0
         self._entries: dict[str, OrderedDict[K, tuple[float, V]]] = {}
         self._weights: dict[str, float] = {}  # total weight by owner
@@ -47,6 +48,15 @@ class FairLru(Generic[K, V]):
         entries[key] = weight, value
         self._weigh(owner, weight - before)
         self._shrink()
+
+    def owns(self, owner: str) -> bool:
+        """Return whether an owner has any entry."""
+        return owner in self._entries
+
+    def touch(self, owner: str, key: K) -> None:
+        """Mark an entry as the most recently used of its owner, if it exists."""
+        if key in (entries := self._entries.get(owner, OrderedDict())):
+            entries.move_to_end(key)
 
     def drop(self, owner: str, key: K) -> None:
         """Remove an entry, if it exists."""
@@ -79,7 +89,10 @@ class FairLru(Generic[K, V]):
     def _shrink(self) -> None:
         while self._used > self._total and self._entries:
             owner = self._heaviest_owner()
-            self.drop(owner, next(iter(self._entries[owner])))
+            key, (_, value) = next(iter(self._entries[owner].items()))
+            self.drop(owner, key)
+            if self._evicted is not None:
+                self._evicted(owner, value)
 
     def _heaviest_owner(self) -> str:
         """Return the owner with the most weight."""

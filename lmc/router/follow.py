@@ -21,6 +21,8 @@ from lmc.errors import InputError
 from lmc.http.address import DOCUMENT_TOPIC, address_of_engine
 from lmc.router.cut import Cutter
 from lmc.router.document_index import DocumentIndex, ReportedDocument
+from lmc.router.document_reader import DocumentReader
+from lmc.router.document_search import DocumentSearch
 from lmc.router.engines import Engine
 from lmc.router.event_stream import Batch, EventStream, Lost
 from lmc.router.kv_index import BlockIndex, BlockName, CacheSource, Medium
@@ -39,9 +41,16 @@ Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 class Follower:
     """Fills the indexes that a policy needs."""
 
-    def __init__(self, policy: Policy, session: aiohttp.ClientSession, token: str, lag: Lag) -> None:
-        """`token` is the engines' administration token."""
-        self._policy, self._session, self._lag = policy, session, lag
+    def __init__(
+        self,
+        policy: Policy,
+        session: aiohttp.ClientSession,
+        token: str,
+        lag: Lag,
+        search: DocumentSearch | None = None,
+    ) -> None:
+        """`token` is the engines' administration token. The `search` gets the documents that engines report."""
+        self._policy, self._session, self._lag, self._search = policy, session, lag, search or DocumentSearch()
         self._headers = {"authorization": f"Bearer {token}"} if token else {}
 
     async def follow(self, engine: Engine) -> None:
@@ -77,6 +86,7 @@ class Follower:
             candidate.cache = cache
         candidate.ratio = float(facts["ratio"])
         candidate.blend_min_tokens = int(facts.get("blend_min_tokens", 0))  # missing in earlier versions
+        candidate.finds = bool(facts.get("finds", False))
         index.resize(candidate.cache, max(facts["capacity"].values()), facts["chunk_size"])
         if cutter is not None:
             _adopt(cutter, engine, facts)
@@ -86,26 +96,32 @@ class Follower:
             await asyncio.Event().wait()
             return
         log.info("lmc router: following the documents of %s", engine.url)
+        reader = DocumentReader(self._search, partial(self._ask, engine))
+        reading = asyncio.create_task(reader.run()) if candidate.finds else None
         try:
             async for event in stream.batches():
                 if isinstance(event, Lost):
                     index.drop_reports(cache, engine.url)
-                    index.listed(cache, await self._listing(engine), engine.url)
+                    index.listed(cache, await self._listing(engine, reader), engine.url)
                 else:
-                    self._take(index, engine, cache, event)
+                    self._take(index, engine, cache, event, reader)
         finally:  # Changes are no longer reported.
             index.drop_reports(cache, engine.url)
+            if reading is not None:
+                reading.cancel()
 
-    async def _listing(self, engine: Engine) -> list[tuple[ReportedDocument, str]]:
-        listing = await self._ask(engine, f"/v1/documents?limit={1 << 30}")
+    async def _listing(self, engine: Engine, reader: DocumentReader) -> list[tuple[ReportedDocument, str]]:
+        documents = (await self._ask(engine, f"/v1/documents?limit={1 << 30}"))["documents"]
+        for document in documents:
+            reader.add(document.get("id", ""), document["tenant"], document["digest"])
         return [
             (ReportedDocument(document["tenant"], document["digest"]), medium)
-            for document in listing["documents"]
+            for document in documents
             for place in document["places"]
             if (medium := place_of(place).medium)
         ]
 
-    def _take(self, index: DocumentIndex, engine: Engine, cache: str, batch: Batch) -> None:
+    def _take(self, index: DocumentIndex, engine: Engine, cache: str, batch: Batch, reader: DocumentReader) -> None:
         sent, events = decoded(batch.payload)
         self._lag(engine.url, max(0.0, time.time() - sent))
         for event in events:
@@ -114,6 +130,8 @@ class Follower:
                 document = ReportedDocument(str(event["tenant"]), str(event["digest"]))
                 medium, stored = str(event["medium"]), kind == STORED_EVENT
                 index.moved(cache, document, medium, stored=stored, source=engine.url)
+                if stored:
+                    reader.add(str(event["document"]), *document)
 
     async def _ask(self, engine: Engine, path: str) -> Any:
         url = engine.address.admin + path

@@ -5,6 +5,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
+class FoundDocument(NamedTuple):
+    """A known document, or a part of it, in a prompt."""
+
+    start: int  # its place in the prompt's tokens or, if the prompt is cut by text, in its characters
+    stop: int
+    content: bytes  # identifies the document's tokens or text
+    digest: str = ""  # digest of its tokens, as in engines' events; empty while unknown
+    size: float = 0.0  # number of its tokens, if the whole document was found and this is known
+    whole: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRequest:
     """A request as policies see it.
@@ -21,6 +32,7 @@ class PromptRequest:
     tokens: Sequence[int] | None = None  # token ids of the prompt; None if unknown
     media: bool = False  # whether the prompt has images or audio, which have tokens but no characters
     documents: Sequence[str] = ()  # texts that the request itself names as its documents
+    found: Sequence[FoundDocument] = ()  # known documents in the prompt, in its order
 
     @property
     def scope(self) -> str:
@@ -39,6 +51,7 @@ class Candidate:
     rate: float = 1.0  # tokens computed per second; only the ratio between candidates matters
     ratio: float = 0.15  # the share of a reused document that is recomputed; lmc's default until the engine reports it
     blend_min_tokens: int = 0  # fewer document tokens than this are not reused at all
+    finds: bool = True  # whether it finds known documents without separators
 
     def __post_init__(self) -> None:
         self.cache = self.cache or self.name

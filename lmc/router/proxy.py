@@ -22,6 +22,7 @@ from lmc.http.server import Receive, Send
 from lmc.router import router_metrics as numbers
 from lmc.router.client import REQUEST_ID_HEADER, Client, Refusal, Room, Stalled, sent_back, sent_on
 from lmc.router.cut import MAX_CHARACTERS
+from lmc.router.document_search import DocumentSearch
 from lmc.router.engines import Engines
 from lmc.router.local_tokenizers import LocalTokenizers
 from lmc.router.policies.base import Policy
@@ -65,8 +66,9 @@ class Proxy:
         self.session: aiohttp.ClientSession | None = None  # connections to engines; None while closed
         self.tokenizers: LocalTokenizers | None = None  # the router's own tokenizers, if any
         self.answering = 0  # requests in flight
-        cutter = policy.needs.cutter
-        self._special_strings = {} if cutter is None else cutter.special_strings
+        self._cutter = policy.needs.cutter
+        self._special_strings = {} if self._cutter is None else self._cutter.special_strings
+        self.search = DocumentSearch()  # for the documents that the cutter notes and engines report
         self._homes, self._room = ResponseHomes(), Room(settings.max_held)
 
     async def open(self) -> aiohttp.ClientSession:
@@ -87,6 +89,7 @@ class Proxy:
         """Close all connections to engines."""
         if self.session is not None:
             await self.session.close()
+        self.search.close()
 
     def methods(self, scope: Mapping[str, Any]) -> Sequence[str]:
         """Return the methods with which a request's path is forwarded to engines; none if it is not forwarded."""
@@ -148,11 +151,18 @@ class Proxy:
         return self._special_strings.get(model, self._settings.special_string)
 
     async def understood(self, body: bytes, headers: Mapping[str, str]) -> Received:
-        """Return the request in a body, with the prompt's tokens if they are needed and available.
+        """Return the request in a body, with the prompt's tokens if they are needed and available, and known documents.
 
         Raises `InputError` if the body is not a valid request.
         """
-        received = self._read(body, headers)
+        received = await self._tokenized(self._read(body, headers))
+        if self._cutter is None:
+            return received
+        by_tokens = self._cutter.reads_tokens(received.request)
+        found = await self.search.find(received.request, by_tokens=by_tokens)
+        return received._replace(request=replace(received.request, found=found))
+
+    async def _tokenized(self, received: Received) -> Received:
         exact = self._settings.exact_tokens or self._policy.needs.tokens
         exact = exact or received.request.model in self._settings.tokenizers
         if not exact or received.tokenize is None:

@@ -45,13 +45,20 @@ ENGINE_INDEXED = Name(
 IS_REPORTED = Name(
     "router_engine_told", "1 if events report the contents of an engine's cache, else 0", ENGINE_LABELS, gauge=True
 )
+FOUND = Name(
+    "router_documents",
+    "documents of prompts so far, by how they were found",
+    ("how",),
+    gauge=True,
+)
+UNSEARCHED = Name("router_unsearched", "prompts not searched for documents in time, so far", gauge=True)
 UNPLACED = Name("router_index_unplaced", "reported blocks with an unknown parent, so far", gauge=True)
 UNREADABLE = Name("router_index_unreadable", "unreadable batches of events, so far", gauge=True)
 LAG = Name("router_event_lag_seconds", "age of an engine's last batch of events at arrival", ENGINE_LABELS, gauge=True)
 ROUTER_METRICS = (
     SENT_REQUESTS, ANSWERS, EXPECTED, REPORTED, COUNTED_PROMPT_TOKENS, RETRIES, BROKEN, CLIENTS_LEFT, REFUSED,
     DECISION, ROUTING_SECONDS, FIRST_BYTE, LOAD, USABLE, BREAKERS, INDEXED, ENGINE_INDEXED, IS_REPORTED, UNPLACED,
-    UNREADABLE, LAG,
+    UNREADABLE, LAG, FOUND, UNSEARCHED,
 )  # fmt: skip
 
 

@@ -98,6 +98,7 @@ class Administration:
             "messages": markers.messages if markers else (),
             "ratio": settings.blend_recompute_ratios,
             "blend_min_tokens": settings.blend_min_tokens,
+            "finds": self._setup.blends and settings.blend_find != "separators",
             "capacity": self._engine.capacity(),
             "chunk_size": self._engine.chunk_size,
             # Engines that use one cache server share its documents.

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from lmc.router.cut import Cut, Cutter, tenant
+from lmc.router.cut import SEPARATED, Cut, Cutter, tenant
 from lmc.router.document_index import LEARNING_SECONDS, Beginning, DocumentIndex
 from lmc.router.fair_lru import FairLru
 from lmc.router.kv_index import BlockIndex, chains
@@ -172,10 +172,11 @@ class Documents(Policy):
         matches = self.index.find(candidate.cache, cut.documents, cut.tenant)
         for document, match in zip(cut.documents, matches, strict=True):
             outside = min(document.tokens, document.stop - beginning)  # tokens that are not in the beginning
-            if outside <= 0:
+            is_separated = document.how == SEPARATED
+            if outside <= 0 or not (is_separated or candidate.finds):
                 continue
             if not (match.is_stored or match.is_coming):  # the case of most engines
-                new += document.tokens
+                new += document.tokens * is_separated
                 continue
             blended += outside * match.certainty
             worth += outside * match.certainty * match.weight

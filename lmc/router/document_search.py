@@ -1,0 +1,198 @@
+"""Finds known documents anywhere in prompts, as engines do: without separators, in whole or in part.
+
+Known are the documents that earlier prompts had between separators, and those that engines report. They are found by
+tokens if a prompt is cut by tokens, exactly as engines find them. Otherwise they are found by words, which is
+approximate: an engine may find a little more or less of a document, because tokens are not words.
+
+Each tenant has finders of its own. All documents together take at most `MAX_BYTES` as tokens, and as much as words.
+Their entries and finders take up to 1 KB more per document.
+"""
+
+import asyncio
+import re
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from lmc.documents.finder import DocumentFinder, FoundRun
+from lmc.router.cut import content_of, tenant
+from lmc.router.fair_lru import FairLru
+from lmc.router.policy import FoundDocument, PromptRequest
+from lmc.router.prefix_hashes import encoded
+
+MAX_BYTES = 64 << 20  # of the documents as tokens, and of the documents as words
+SEARCH_SECONDS = 0.05  # that a request waits for a search
+MAX_QUEUED_SEARCHES = 32  # prompts that wait for a search; others are not searched
+MAX_PROMPT_TOKENS, MAX_PROMPT_CHARACTERS = 1 << 18, 1 << 19  # of a prompt that are searched
+# A word, or one character of a script without blanks between words, and the white space before it.
+WORD = re.compile(r"\s*(?:[^\W\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\U0010ffff]+|\S)")
+
+
+@dataclass(slots=True, eq=False)
+class KnownText:
+    """A document of a tenant."""
+
+    content: bytes  # identifies its tokens or its text
+    digest: str  # digest of its tokens, as in engines' events; empty while unknown
+    size: float  # number of its tokens; 0 while unknown
+    tokens: "array[int]"  # what the finder compares: tokens, or hashes of words
+    text: str = ""  # its words, until they are in `tokens`
+    is_evicted: bool = False
+    is_inserted: bool = False  # whether it is in a finder
+
+
+class KnownTexts:
+    """The documents of all tenants, as tokens or as words.
+
+    `update` and `find` run in one thread, the other methods in that of the event loop.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._known = FairLru[bytes, KnownText](max_bytes, self._evict)
+        self._finders: dict[str, DocumentFinder[KnownText]] = {}  # by tenant
+        self._changes = deque[tuple[str, KnownText]]()  # documents that were added or evicted, by tenant
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, owner: str, content: bytes) -> KnownText | None:
+        """Return a tenant's document; None if it is unknown."""
+        return self._known.get(owner, content)
+
+    def put(self, owner: str, document: KnownText) -> None:
+        """Add a tenant's document, or mark it as the most recently used."""
+        if self.get(owner, document.content) is None:
+            self._changes.append((owner, document))
+        # A text has about as many bytes as the hashes of its words.
+        size = 4 * len(document.tokens) or len(encoded(document.text))
+        self._known.put(owner, document.content, size, document)
+
+    def has_documents(self, owner: str) -> bool:
+        """Return whether a tenant has documents."""
+        return self._known.owns(owner)
+
+    def update(self) -> None:
+        """Insert new documents into the finders, and remove evicted ones."""
+        new: dict[str, list[KnownText]] = {}
+        for _ in range(len(self._changes)):
+            owner, document = self._changes.popleft()
+            if not document.is_evicted:
+                if document.text:
+                    document.tokens, document.text = _words(document.text)[0], ""
+                new.setdefault(owner, []).append(document)
+                document.is_inserted = True
+            elif document.is_inserted:
+                self._insert(owner, new)
+                self._finders[owner].remove(document)
+                if not len(self._finders[owner]):
+                    del self._finders[owner]
+        for owner in list(new):
+            self._insert(owner, new)
+
+    def find(self, owner: str, tokens: Sequence[int]) -> list[FoundRun[KnownText]]:
+        """Return the runs of a tenant's documents in a prompt, in its order."""
+        self.update()
+        return self._finders[owner].find(tokens) if owner in self._finders else []
+
+    def _insert(self, owner: str, new: dict[str, list[KnownText]]) -> None:
+        if documents := new.pop(owner, ()):
+            self._finders.setdefault(owner, DocumentFinder()).insert(documents)
+
+    def _evict(self, owner: str, document: KnownText) -> None:
+        document.is_evicted = True
+        self._changes.append((owner, document))
+
+
+class DocumentSearch:
+    """Searches prompts in a thread of its own. Used in the thread of the event loop."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        """`max_bytes` limits the documents as tokens, and the documents as words."""
+        self.by_tokens, self.by_words = KnownTexts(max_bytes), KnownTexts(max_bytes)
+        self._thread = ThreadPoolExecutor(1, "lmc-search")
+        self._waiting, self._updating = 0, False
+        self.skipped = 0  # prompts that were not searched, because searches were too slow or too many
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def note(self, owner: str, content: bytes, digest: str, size: float, text: str | Sequence[int]) -> None:
+        """Record a tenant's document, as a text or as tokens.
+
+        `content` identifies the text or the tokens. `digest` and `size` are those of the tokens, if they are known.
+        """
+        texts = self.by_words if isinstance(text, str) else self.by_tokens
+        document = texts.get(owner, content)
+        if document is None:
+            words, tokens = (text, array("I")) if isinstance(text, str) else ("", array("I", text))
+            document = KnownText(content, digest, size, tokens, words)
+        elif digest:
+            document.digest, document.size = digest, size
+        texts.put(owner, document)
+        if not (document.is_inserted or self._updating):
+            self._updating = True
+            self._thread.submit(self._update)
+
+    def note_reported(self, owner: str, digest: str, tokens: Sequence[int], text: str) -> None:
+        """Record a document that an engine reports. The engine returns token ids as its text if it has none."""
+        self.note(owner, content_of(digest), digest, len(tokens), tokens)
+        if text != " ".join(map(str, tokens)):
+            self.note(owner, content_of(text), digest, len(tokens), text.strip())
+
+    async def find(self, request: PromptRequest, *, by_tokens: bool) -> Sequence[FoundDocument]:
+        """Return the known documents in a prompt, in its order; none if this would take too long."""
+        texts, owner = self.by_tokens if by_tokens else self.by_words, tenant(request)
+        if request.documents or not texts.has_documents(owner):  # A request may name its documents itself.
+            return ()
+        if self._waiting >= MAX_QUEUED_SEARCHES:
+            self.skipped += 1
+            return ()
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(SEARCH_SECONDS):
+                search = self._thread.submit(_found, texts, owner, request, by_tokens)
+                found = await asyncio.wrap_future(search)
+        except TimeoutError:
+            self.skipped += 1
+            return ()
+        finally:
+            self._waiting -= 1
+        for _, document in found:
+            if not document.is_evicted:
+                texts.put(owner, document)
+        return [place for place, _ in found]
+
+    def _update(self) -> None:
+        self._updating = False
+        self.by_tokens.update()
+        self.by_words.update()
+
+
+def _found(
+    texts: KnownTexts, owner: str, request: PromptRequest, by_tokens: bool
+) -> list[tuple[FoundDocument, KnownText]]:
+    """Return the documents in a prompt, with their places in its tokens or in its characters."""
+    if by_tokens:
+        tokens: Sequence[int] = array("I", (request.tokens or ())[:MAX_PROMPT_TOKENS])
+        ends: Sequence[int] = range(1, len(tokens) + 1)
+    else:
+        tokens, ends = _words(request.text[:MAX_PROMPT_CHARACTERS])
+    found = []
+    for run in texts.find(owner, tokens):
+        start, stop = ends[run.at - 1] if run.at else 0, ends[run.at + run.tokens - 1]
+        document, size = run.document, run.document.size if run.whole else 0.0
+        found.append((FoundDocument(start, stop, document.content, document.digest, size, run.whole), document))
+    return found
+
+
+def _words(text: str) -> tuple["array[int]", "array[int]"]:
+    """Return a hash of each word of a text without the white space before it, and where each word ends."""
+    words = WORD.findall(text)
+    hashes = np.fromiter(map(hash, map(str.lstrip, words)), np.int64, len(words)).astype(np.uint32)
+    return array("I", hashes.tobytes()), array("I", accumulate(map(len, words)))
