@@ -211,18 +211,20 @@ def test_events_that_are_none_are_an_error_that_says_so(payload):
 class AdminEndpoint:
     """What an engine's administration endpoint answers."""
 
-    def __init__(self, events: str) -> None:
-        self.events, self.documents, self.asked = events, [], []
+    def __init__(self, events: str, *, finds: bool = False) -> None:
+        self.events, self.documents, self.asked, self.finds = events, [], [], finds
 
     async def __call__(self, scope, receive, send):
         self.asked.append(scope["path"])
         routing = {
             "special_string": " <doc> ", "separators": [[9, 9]], "special": [1], "ratio": 0.3,
             "answers": [[1, 2]], "messages": [[1]],
-            "cache": "", "blend_min_tokens": 256,
+            "cache": "", "blend_min_tokens": 256, "finds": self.finds,
             "capacity": {"host": 5000.0, "disk": 9000.0}, "chunk_size": 64, "document_events": self.events,
         }  # fmt: skip
-        found = routing if scope["path"] == "/v1/routing" else {"documents": self.documents}
+        name = scope["path"].removeprefix("/v1/documents").strip("/")
+        documents = [document for document in self.documents if name in ("", document.get("id"))]
+        found = routing if scope["path"] == "/v1/routing" else {"documents": documents}
         await respond(send, 200, json.dumps(found).encode())
 
 

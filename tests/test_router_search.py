@@ -9,6 +9,7 @@ import pytest
 from echo_engine import respond
 from router_house import house, served
 from storage_fakes import eventually
+from test_router_events import AdminEndpoint, event, listed, publisher, until
 
 from lmc.blend.markers import Markers
 from lmc.errors import InputError
@@ -18,6 +19,8 @@ from lmc.router.cut import SEPARATED, Cutter, content_of, with_found
 from lmc.router.document_index import DocumentIndex, ReportedDocument
 from lmc.router.document_reader import DocumentReader
 from lmc.router.document_search import DocumentSearch, KnownText, KnownTexts
+from lmc.router.engines import Engine, address
+from lmc.router.follow import Follower
 from lmc.router.policies.documents import Documents
 from lmc.router.policy import Candidate, FoundDocument, PromptRequest
 
@@ -353,6 +356,40 @@ def test_documents_of_engines_are_read_once_and_found_by_tokens_and_by_words():
             assert [one.size for one in found] == [len(TEXTS[name]) for name in ("alpha", "beta")]
         assert not asyncio.run(search.find(PromptRequest(text=request.text), by_tokens=False))
         search.close()
+
+
+@pytest.mark.parametrize("finds", [True, False])
+def test_the_documents_of_a_listing_and_of_events_are_read_if_the_engine_finds_them(finds):
+    search = DocumentSearch()
+
+    async def follow(admin, sender):
+        import aiohttp
+
+        one = address("http://127.0.0.1:1", ["m"], admin=admin.url)
+        policy, engine = Documents(), Engine(one, Candidate(one.url), one.models)
+        async with aiohttp.ClientSession() as session:
+            follower = Follower(policy, session, "", lambda *_: None, search)
+            following = asyncio.create_task(follower.follow(engine))
+            await until(lambda: len(policy.index.reports(one.url)) == 1, sender)
+            admin.application.documents.append(described("beta"))
+            while len(policy.index.reports(one.url)) < 2:  # The subscriber joins somewhere.
+                sender.publish([event("Stored", described("beta")["digest"]) | {"document": "beta"}])
+                await asyncio.sleep(0.01)
+            if finds:
+                await until(lambda: len(search.by_words) == 2, sender)
+            assert engine.candidate.finds == finds
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    def described(name: str) -> dict[str, object]:
+        tokens = list(map(ord, TEXTS[name]))
+        return listed(tokens_digest(tokens), "host") | {"id": name, "token_ids": tokens, "text": TEXTS[name]}
+
+    with publisher() as sender, served(AdminEndpoint(f"tcp://*:{sender.port}", finds=finds)) as admin:
+        admin.application.documents = [described("alpha")]
+        asyncio.run(follow(admin, sender))
+        assert [f"/v1/documents/{name}" in admin.application.asked for name in ("alpha", "beta")] == [finds] * 2
+    search.close()
 
 
 def test_an_engine_that_returns_no_tokens_is_not_asked_again():

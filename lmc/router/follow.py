@@ -96,8 +96,8 @@ class Follower:
             await asyncio.Event().wait()
             return
         log.info("lmc router: following the documents of %s", engine.url)
-        reader = DocumentReader(self._search, partial(self._ask, engine))
-        reading = asyncio.create_task(reader.run()) if candidate.finds else None
+        reader = DocumentReader(self._search, partial(self._ask, engine)) if candidate.finds else None
+        reading = asyncio.create_task(reader.run()) if reader is not None else None
         try:
             async for event in stream.batches():
                 if isinstance(event, Lost):
@@ -110,10 +110,11 @@ class Follower:
             if reading is not None:
                 reading.cancel()
 
-    async def _listing(self, engine: Engine, reader: DocumentReader) -> list[tuple[ReportedDocument, str]]:
+    async def _listing(self, engine: Engine, reader: DocumentReader | None) -> list[tuple[ReportedDocument, str]]:
         documents = (await self._ask(engine, f"/v1/documents?limit={1 << 30}"))["documents"]
-        for document in documents:
-            reader.add(document.get("id", ""), document["tenant"], document["digest"])
+        if reader is not None:
+            for document in documents:
+                reader.add(document["id"], document["tenant"], document["digest"])
         return [
             (ReportedDocument(document["tenant"], document["digest"]), medium)
             for document in documents
@@ -121,7 +122,9 @@ class Follower:
             if (medium := place_of(place).medium)
         ]
 
-    def _take(self, index: DocumentIndex, engine: Engine, cache: str, batch: Batch, reader: DocumentReader) -> None:
+    def _take(
+        self, index: DocumentIndex, engine: Engine, cache: str, batch: Batch, reader: DocumentReader | None
+    ) -> None:
         sent, events = decoded(batch.payload)
         self._lag(engine.url, max(0.0, time.time() - sent))
         for event in events:
@@ -130,7 +133,7 @@ class Follower:
                 document = ReportedDocument(str(event["tenant"]), str(event["digest"]))
                 medium, stored = str(event["medium"]), kind == STORED_EVENT
                 index.moved(cache, document, medium, stored=stored, source=engine.url)
-                if stored:
+                if stored and reader is not None:
                     reader.add(str(event["document"]), *document)
 
     async def _ask(self, engine: Engine, path: str) -> Any:
