@@ -27,8 +27,12 @@ sys.path.append(str(Path(__file__).parent.parent))
 from router_house import House, served
 from service_fakes import eventually
 
+from lmc.blend.markers import Markers
+from lmc.blend.segments import split
 from lmc.commands.chat_template import with_documents
+from lmc.keys import tokens_digest
 from lmc.router.application import Router
+from lmc.router.cut import content_of
 from lmc.router.document_index import ReportedDocument
 from lmc.router.engines import Engines, address
 from lmc.router.event_stream import EventStream
@@ -283,6 +287,39 @@ def test_tokenizers_of_the_router_cut_prompts_as_engines_do(engines, tmp_path):
     questions = [read(json.dumps({"model": "small", **one}).encode(), {}, "", " # # ").tokenize for one in asked]
     found = [httpx.post(f"{engines[0].url}/tokenize", json=one).json()["tokens"] for one in questions]
     assert asyncio.run(tokens_of(questions)) == found
+
+
+def test_documents_are_found_in_prompts_without_separators(engines, routed, monkeypatch):
+    """Each engine has met one half of the documents, and a new router has read them from the engines."""
+    monkeypatch.setattr("lmc.router.document_search.SEARCH_SECONDS", 30.0)
+    markers = Markers.of(AutoTokenizer.from_pretrained(MODEL), " # # ")
+    ask_parts(routed("documents"), engines, "")
+    house = routed("documents")
+    search, index = house.router.application.proxy.search, house.router.application.policy.index
+    texts_by_digest = {digest_of(engines[0], markers, text): text for text in TEXTS}
+    for part, one in enumerate(engines):
+        eventually(lambda one=one: index.reports(one.url) == one.documents())
+        digests = {document.digest for document in one.documents() if not document.tenant} & texts_by_digest.keys()
+        contents = list(map(content_of, digests))
+        eventually(lambda contents=contents: all(search.by_tokens.get("", content) for content in contents))
+        texts = [texts_by_digest[digest] for digest in sorted(digests)][:IN_PROMPT]
+        prompt = "\n".join(["answer from these", *(f"[ {number} ] {text}" for number, text in enumerate(texts))])
+        body = completion(f"{prompt} question {part}")
+        explained = house.ask("/lmc/explain", body)[1]
+        assert explained["documents"] == {"separators": 0, "tokens": 0, "words": len(texts)}
+        before, answer = one.reused(), house.send("/v1/completions", body)
+        expected = int(answer.headers["x-lmc-expected-tokens"])
+        assert answer.headers["x-lmc-engine"] == one.url
+        answer.read()
+        assert one.reused() - before == pytest.approx(expected, rel=0.1)
+
+
+def digest_of(engine: Engine, markers: Markers, text: str) -> str:
+    """Return the digest of a text's tokens between separators."""
+    body = {"model": "small", "prompt": f" # # {text} # # ", "add_special_tokens": False}
+    tokens = httpx.post(f"{engine.url}/tokenize", json=body).json()["tokens"]
+    (span,) = split(tokens, markers).documents
+    return tokens_digest(tokens[span.start : span.stop])
 
 
 def two_of_three(number: int) -> bool:
