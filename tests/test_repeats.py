@@ -17,6 +17,7 @@ from lmc.storage.cost_model import ENOUGH
 TENANT, OTHER, BLOCK = b"a" * 32, b"b" * 32, 16
 LINE, BLANK = 7, 8  # tokens that end a line, and a paragraph
 USER, MODEL, END = 1, 2, 3  # headers of a user's and of the model's turns, and the end of a turn
+PLAIN = Markers(separators=())
 MARKERS = Markers(separators=(), special=frozenset({END}), answers=((MODEL,),), messages=((USER,),))
 ENDS = LineEnds(lambda tokens: {LINE: ".\n", BLANK: "\n\n"}.get(tokens[0], "word "))
 
@@ -113,15 +114,20 @@ def test_short_and_periodic_prompts_repeat_nothing(repeats: Repeats, prompt: lis
 def test_a_text_begins_and_ends_with_lines_nearby() -> None:
     tokens = [*words(20, 1), LINE, *words(100, 2), LINE, *words(100, 3)]
     near, far = Span(24, 118), Span(22 + NEAR, 120 - NEAR)
-    assert to_learn(tokens, [near], [Span(0, 222)], [], ENDS) == [Span(21, 122)]
-    assert to_learn(tokens, [far], [Span(0, 222)], [], ENDS) == [far]
-    assert to_learn(tokens, [Span(24, 90), Span(94, 118)], [Span(0, 222)], [], ENDS) == [Span(21, 90)]
+    assert to_learn(tokens, [near], [], PLAIN, ENDS) == [Span(21, 122)]
+    assert to_learn(tokens, [far], [], PLAIN, ENDS) == [far]
+    assert to_learn(tokens, [Span(24, 90), Span(94, 118)], [], PLAIN, ENDS) == [Span(21, 90)]
 
 
 def test_a_text_is_learned_up_to_the_documents_and_markers_around_it() -> None:
-    tokens = words(500, 1)
-    found = to_learn(tokens, [Span(30, 400)], [Span(0, 150), Span(160, 500)], [Span(230, 300)], ENDS)
+    tokens = [*words(150, 1), *[END] * 10, *words(340, 2)]
+    found = to_learn(tokens, [Span(30, 400)], [Span(230, 300)], MARKERS, ENDS)
     assert found == [Span(30, 150), Span(160, 230), Span(300, 400)]
+
+
+def test_what_is_taken_up_to_a_few_tokens_is_not_looked_at() -> None:
+    tokens = words(500, 1)
+    assert to_learn(tokens, [Span(30, 400)], [Span(35, 395)], PLAIN, ENDS) == []
 
 
 def test_special_tokens_headers_and_answers_are_not_learned() -> None:
@@ -129,7 +135,7 @@ def test_special_tokens_headers_and_answers_are_not_learned() -> None:
     tokens = [USER, *said, END, MODEL, *answered, END, USER, *result, END, MODEL]
     assert texts(tokens, MARKERS) == [Span(1, 101), Span(205, 305)]
     whole = [Span(0, len(tokens))]
-    assert to_learn(tokens, whole, texts(tokens, MARKERS), [], ENDS) == [Span(1, 101)]  # The last text asks.
+    assert to_learn(tokens, whole, [], MARKERS, ENDS) == [Span(1, 101)]  # The last text asks.
 
 
 @pytest.mark.parametrize(("end", "stop"), [(LINE, 301), (BLANK, 221)])
@@ -137,24 +143,24 @@ def test_the_question_at_the_end_is_not_learned(end: int, stop: int) -> None:
     """It begins after the last blank line, or else after the last line."""
     tokens = [*words(100, 1), *words(120, 2), end, *words(79, 3), LINE, *words(30, 4)]
     whole = [Span(100, len(tokens))]
-    assert to_learn(tokens, whole, [Span(0, len(tokens))], [], ENDS) == [Span(100, stop)]
+    assert to_learn(tokens, whole, [], PLAIN, ENDS) == [Span(100, stop)]
 
 
 def test_a_question_that_is_only_a_line_is_not_learned() -> None:
     tokens = words(300, 1)
-    assert to_learn(tokens, [Span(100, 300)], [Span(0, 300)], [], ENDS) == []
+    assert to_learn(tokens, [Span(100, 300)], [], PLAIN, ENDS) == []
 
 
 def test_long_texts_are_cut_after_blank_lines_and_short_ones_are_left_out() -> None:
     tokens = words(5000, 1)
     for at in range(99, 5000, 100):
         tokens[at] = BLANK if at % 300 == 299 else LINE
-    found = to_learn(tokens, [Span(0, 3250)], [Span(0, 5000)], [], ENDS)
+    found = to_learn(tokens, [Span(0, 3250)], [], PLAIN, ENDS)
     assert [span.stop for span in found[:-1]] == [span.start for span in found[1:]]
     assert (found[0].start, found[-1].stop) == (0, 3250)
     assert all(MIN_LEARNED <= len(span) <= MAX_LEARNED for span in found)
     assert all(span.stop % 300 == 0 for span in found[:-1])
-    assert to_learn(tokens, [Span(40, 40 + MIN_LEARNED - 1)], [Span(0, 5000)], [], ENDS) == []
+    assert to_learn(tokens, [Span(40, 40 + MIN_LEARNED - 1)], [], PLAIN, ENDS) == []
 
 
 def test_blank_lines_are_known_in_one_token_and_in_two() -> None:

@@ -100,9 +100,9 @@ def test_arrows_point_down() -> None:
 KNOWN = {
     ("lmc.storage", "lmc.config"): {"lmc.config.redis_url", "lmc.config.settings"},
     ("lmc.blend", "lmc.config"): {"lmc.config.settings"},
-    ("lmc.documents", "lmc.blend"): {"lmc.blend.segments"},
+    ("lmc.documents", "lmc.blend"): {"lmc.blend.markers", "lmc.blend.segments"},
     ("lmc.server", "lmc.blend"): set(),
-    ("lmc.engine", "lmc.blend"): {"lmc.blend.segments"},
+    ("lmc.engine", "lmc.blend"): {"lmc.blend.markers", "lmc.blend.segments"},
     ("lmc.engine", "lmc.server"): set(),
     ("lmc.router", "lmc.blend"): {"lmc.blend.markers", "lmc.blend.segments"},
     ("lmc.router", "lmc.engine"): set(),

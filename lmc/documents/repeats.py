@@ -4,31 +4,33 @@ An engine's own prefix cache already has text that repeats after the same beginn
 agent, and the passages of a RAG application, come again after another beginning.
 
 Of each prompt, the fingerprints of a few windows of `WINDOW` tokens are kept, those that winnowing chooses (Schleimer,
-Wilkerson, Aiken 2003): the same windows wherever the text is, at least one in `EVERY` consecutive windows. Beside each
-fingerprint is the hash of the text before it. A prompt with the same fingerprint after another text repeats it.
+Wilkerson, Aiken 2003): the same windows wherever the text is, at least one in `EVERY` consecutive windows. A hash of
+the text before it is stored with each fingerprint. A prompt with the same fingerprint after another text repeats it.
 
 Fingerprints are in a table of fixed size, in which new ones overwrite old ones, so memory and time do not depend on the
 number of prompts: the table takes 6 MiB and has the last two million tokens or so. The fingerprints of a tenant are
-found only by this tenant.
+found only by this tenant. A prompt of 2,000 tokens takes 0.1 ms.
 """
 
 import secrets
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from lmc.blend.segments import Span
+from lmc.blend.markers import Markers
+from lmc.blend.segments import Span, texts
 from lmc.documents.finder import is_periodic
 
 WINDOW = 16  # tokens of a window
-EVERY = 8  # consecutive windows of which at least one has a fingerprint
+EVERY = 8  # Of so many consecutive windows, at least one has a fingerprint.
 NEAR = 2 * EVERY  # tokens by which a repeated text may be longer than it was found
 MIN_LEARNED, MAX_LEARNED = 64, 1024  # tokens of a text that is learned
 BITS = 19  # The table has 2**BITS fingerprints.
 OF_ANSWER = 0xFFFFFFFF  # hash of the text before a window of the model's own answer
-MAX_ENDS = 1 << 18  # tokens of which it is remembered whether they end a line
+MAX_ENDS = 1 << 18  # number of tokens in the memory of `LineEnds`
 
 Hashes = npt.NDArray[np.uint64]
 Positions = npt.NDArray[np.int64]
@@ -97,7 +99,7 @@ class Repeats:
             hashes, size = hashes[:-size] * factor + hashes[size:], 2 * size
         hashes ^= hashes >> np.uint64(32)  # The lower bits of such a hash depend on few bits of the tokens.
         hashes *= np.uint64(self._base)
-        # A window is chosen if it is the least one of EVERY consecutive windows.
+        # A window is chosen if it is the least one among EVERY consecutive windows.
         least = _sliding(np.minimum, np.pad(hashes, EVERY - 1, constant_values=~np.uint64(0)))
         at = np.flatnonzero(hashes == _sliding(np.maximum, least))
         at = at[~is_periodic(words[at[:, None] + np.arange(WINDOW)])]  # Such a window is in one text many times.
@@ -150,24 +152,26 @@ class LineEnds:
 
 
 def to_learn(
-    tokens: Sequence[int], repeats: Iterable[Span], texts: Sequence[Span], taken: Iterable[Span], ends: LineEnds
+    tokens: Sequence[int], repeats: Iterable[Span], taken: Iterable[Span], markers: Markers, ends: LineEnds
 ) -> list[Span]:
     """Return what to learn of the texts that a prompt `repeats`: `MIN_LEARNED` to `MAX_LEARNED` tokens each.
 
-    Documents may be in `texts`, outside of what is already `taken`. They begin and end with lines where they can, so
-    that the same text is learned from every prompt. The last lines of the last text are not learned: they ask.
+    What is `taken` already is not learned, and what the model has said neither. Documents begin and end with lines
+    where they can, so that the same text is learned from every prompt. The last lines of the last text ask, and are not
+    learned.
     """
-    if not texts:
-        return []
-    free = bytearray(len(tokens) + 1)
-    for span in texts:
-        free[span.start : span.stop] = b"\1" * len(span)
+    free = bytearray(b"\1" * len(tokens) + b"\0")
     for span in taken:
         free[span.start : span.stop] = bytes(len(span))
-    asks = max(texts[-1].start, texts[-1].stop - WINDOW)
+    repeats = [span for span in repeats if any(len(run) >= MIN_LEARNED - 2 * NEAR for run in _runs(free, span))]
+    if not repeats or not (theirs := texts(tokens, markers)):
+        return []
+    for before, after in pairwise([Span(0, 0), *theirs, Span(len(tokens), len(tokens))]):
+        free[before.stop : after.start] = bytes(after.start - before.stop)
+    asks = max(theirs[-1].start, theirs[-1].stop - WINDOW)
     learned: list[Span] = []
     for repeat in repeats:
-        for run in _runs(free, max(0, repeat.start - NEAR), min(len(tokens), repeat.stop + NEAR)):
+        for run in _runs(free, Span(max(0, repeat.start - NEAR), min(len(tokens), repeat.stop + NEAR))):
             first, last = max(run.start, repeat.start), min(run.stop, repeat.stop)
             if first >= last:
                 continue
@@ -183,11 +187,12 @@ def to_learn(
     return learned
 
 
-def _runs(free: bytearray, start: int, stop: int) -> Iterator[Span]:
-    """Yield the runs of free tokens in `[start, stop)`."""
-    while (start := free.find(1, start, stop)) >= 0:
-        end = free.find(0, start, stop)
-        end = stop if end < 0 else end
+def _runs(free: bytearray, within: Span) -> Iterator[Span]:
+    """Yield the runs of free tokens."""
+    start = within.start
+    while (start := free.find(1, start, within.stop)) >= 0:
+        end = free.find(0, start, within.stop)
+        end = within.stop if end < 0 else end
         yield Span(start, end)
         start = end
 

@@ -7,7 +7,6 @@ third prompt reuses it. Learning may take `SHARE` of the time, so that it never 
 from bisect import bisect_left
 from collections import Counter
 
-from lmc.blend.segments import texts
 from lmc.connectors.vllm.scheduler.isolation import cached_blocks
 from lmc.connectors.vllm.scheduler.request_state import RequestState
 from lmc.connectors.vllm.start import Setup
@@ -59,7 +58,7 @@ class RepeatedTexts:
         assert self._setup.markers is not None
         assert self._ends is not None
         prompt, taken = request.prompt_token_ids, [document.span for document in state.documents]
-        for span in to_learn(prompt, state.repeats, texts(prompt, self._setup.markers), taken, self._ends):
+        for span in to_learn(prompt, state.repeats, taken, self._setup.markers, self._ends):
             if self._may_learn(len(span)):
                 self._counts["repeated_documents"] += len(self._engine.learn_later(prompt, [span], state.salt, NAME))
 
