@@ -102,7 +102,7 @@ KNOWN = {
     ("lmc.blend", "lmc.config"): {"lmc.config.settings"},
     ("lmc.documents", "lmc.blend"): {"lmc.blend.markers", "lmc.blend.segments"},
     ("lmc.server", "lmc.blend"): set(),
-    ("lmc.engine", "lmc.blend"): {"lmc.blend.markers", "lmc.blend.segments"},
+    ("lmc.engine", "lmc.blend"): {"lmc.blend.segments"},
     ("lmc.engine", "lmc.server"): set(),
     ("lmc.router", "lmc.blend"): {"lmc.blend.markers", "lmc.blend.segments"},
     ("lmc.router", "lmc.engine"): set(),
