@@ -412,6 +412,19 @@ def test_reports_of_ranks_add_up_and_one_failure_is_enough(make):
     lab.finish(request)
 
 
+@pytest.mark.parametrize(("tokens", "at_once"), [(1, 1), (2, 0)])
+def test_a_request_for_one_token_is_saved_before_its_answer(make, tokens: int, at_once: int) -> None:
+    """Another engine decodes, and looks for the chunks as soon as the first token is there."""
+    lab = make()
+    request = lab.arrive("one", words := list(range(100, 100 + CHUNK)), max_tokens=tokens)
+    assert lab.admit(request) == 0
+    plan = lab.step({"one": len(words)})
+    assert len(plan.saves) == at_once
+    request.num_computed_tokens = len(words)
+    assert len(lab.step().saves) == 1 - at_once
+    lab.finish(request)
+
+
 def test_a_window_s_missing_blocks_are_never_saved(make):
     """The engine puts its null block where a sliding window has passed: its bytes were saved as the prompt's."""
     lab = make()

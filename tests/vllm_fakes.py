@@ -122,6 +122,7 @@ class Request:
     finished: bool = False
     aborted: bool = False
     priority: int = 0
+    max_tokens: int = 16
     arrival_time: float = field(default_factory=time.time)
 
     def __post_init__(self):

@@ -99,8 +99,8 @@ FIELDS: Mapping[str, str] = {
     "vllm.v1.metrics.stats.PrefillStats": "set(3)",
     "vllm.v1.outputs.KVConnectorOutput": "finished_recving kv_connector_worker_meta",
     "vllm.v1.request.Request": "all_token_ids arrival_time block_hashes cache_salt is_finished() kv_transfer_params "
-    "lora_request mm_features num_computed_tokens num_output_tokens num_preemptions num_prompt_tokens num_tokens "
-    "prefill_stats prompt_embeds prompt_token_ids request_id skip_reading_prefix_cache status trace_headers "
+    "lora_request max_tokens mm_features num_computed_tokens num_output_tokens num_preemptions num_prompt_tokens "
+    "num_tokens prefill_stats prompt_embeds prompt_token_ids request_id skip_reading_prefix_cache status trace_headers "
     "update_block_hashes()",
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner": "attn_groups get_model()",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "attn_groups get_model()",

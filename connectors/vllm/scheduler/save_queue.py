@@ -1,7 +1,8 @@
 """The save queue: which chunks are saved, and which documents are learned.
 
 An exact chunk is saved when it is full, and the last blocks when the request ends. Workers copy pages in the step after
-the one that fills them, so that the first token of a response does not wait for the copy. The blocks are held until
+the one that fills them, so that the first token of a response does not wait for the copy. A request for one token is an
+exception: if another engine decodes, it looks for the chunks as soon as that token is there. The blocks are held until
 every rank has reported the copy, so that the engine does not give them to another request.
 """
 
@@ -31,7 +32,8 @@ class SaveQueue:
         self._pending, self._events, self._chunk = pending, events, setup.engine.chunk_size
         self._longest = setup.longest
         self._spare = -(-setup.batch_tokens // setup.block_size)  # number of blocks that learning leaves free
-        self._saves: list[SaveJob] = []
+        self._saves: list[SaveJob] = []  # for the next step
+        self._urgent: list[SaveJob] = []  # for the step that fills their blocks
         self._clock = setup.clock
         self._idle: IdleJob | None = None  # the document that is being learned in idle steps
         self.resets = 0  # number of cache resets until now
@@ -42,8 +44,13 @@ class SaveQueue:
         return bool(self._saves or self._pending.under_way)
 
     def take_saves(self) -> list[SaveJob]:
-        """Return the saves for the next step."""
+        """Return the saves of earlier steps."""
         saves, self._saves = self._saves, []
+        return saves
+
+    def take_urgent_saves(self) -> list[SaveJob]:
+        """Return the saves of this step that cannot wait for the next one."""
+        saves, self._urgent = self._urgent, []
         return saves
 
     def save_due(self, state: RequestState, computed: int, table: Table) -> None:
@@ -181,7 +188,8 @@ class SaveQueue:
             if self._events and known:
                 self._events.expect(slot.meta.key, known)
             job = self._pending.begin([slot], self._hold(blocks))
-            self._saves.append(SaveJob(job=job, slot=slot.slot, blocks=blocks))
+            saves = self._urgent if state.request.max_tokens == 1 else self._saves
+            saves.append(SaveJob(job=job, slot=slot.slot, blocks=blocks))
 
     def _hold(self, blocks: Sequence[int]) -> Done:
         """Hold blocks so that the engine does not reuse them, and return the function that releases them."""

@@ -293,6 +293,7 @@ class Scheduler:
             computed = state.request.num_computed_tokens + tokens
             if computed >= state.save_at:
                 self._saves.save_due(state, computed, lambda request=request: tables(request))  # type: ignore[misc]
+        self._next.saves += self._saves.take_urgent_saves()
         loading = [state for state in self._states.values() if state.loading]
         late = [state.id for state in loading if self._claims.give_up_late(state)]
         plan = self._next
