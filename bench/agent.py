@@ -1,13 +1,13 @@
 """An agent's conversations whose context is dropped twice, with `blend_find: repeated`: what is reused of what moves.
 
-    python bench/agent.py [--model small|smollm2|both] [--think 0.5] [--rows FILE]
+    python bench/agent.py [--model small|smollm2|both] [--load-policy auto] [--rows FILE]
 
 An agent reads files of this repository and runs commands, one in each turn, through messages in the model's chat
 template: 30 turns of SmolLM2, 20 of the small model, which has half the context. Twice it replaces its oldest turns by
 a summary, as agents do, so that everything after them moves, and the engine's own prefix cache loses it. Nothing is
-learned ahead, and no separators are used. Two sessions of one tenant read the same files, and then a session of another
-tenant. Answers are given (teacher forcing), so that all engines get the same prompts. Between two turns the agent runs
-its tool for `--think` seconds. What is measured:
+learned ahead, and no separators are used. Two sessions of one tenant read the same files, and then half a session of
+another tenant. Answers are given (teacher forcing), so that all engines get the same prompts. Between two turns the
+agent runs its tool for `--think` seconds. What is measured:
 
     moved       tokens of messages that are in an earlier prompt of the tenant, and that the prefix cache does not have
     again       of these, tokens that have moved before: they are in two earlier prompts after different beginnings
@@ -44,7 +44,7 @@ FILES = 24  # that a session reads
 READ_AGAIN, RAN = 0.2, 0.3  # shares of turns that read a file again, or run a command
 DROPS = (0.4, 0.65)  # when the context is dropped, as shares of the turns
 DROPPED = 0.25  # share of the turns in the context that is dropped
-SIZES = {SMALL: (120, 240), SMOLLM2: (180, 420)}  # tokens of a tool's result
+SIZES = {SMALL: (110, 220), SMOLLM2: (180, 380)}  # tokens of a tool's result
 ANSWER = 8  # most tokens of an answer that is compared
 ROOM = {"skip_tokenizer_init": False, "max_logprobs": LIKELIEST, "logits_processors": ["forced:Forced"]}
 LENGTHS = {SMALL: 4096, SMOLLM2: 8192}
@@ -53,6 +53,8 @@ SYSTEM = """You are a coding agent. You work in a repository, and answer with on
 read_file(path) returns a part of a file. run(command) returns the output of a command. Look before you change
 anything."""
 PLAIN, LMC, BLIND = "vLLM", "lmc", "blind"
+# The tenants, the seeds of their sessions, and the share of the turns.
+SESSIONS = ("one", 1, 1.0), ("one", 2, 1.0), ("other", 1, 0.5)
 WAYS: Mapping[str, dict[str, Any] | None] = {PLAIN: None, LMC: {}, BLIND: {"strategy": "none"}}
 
 Message = dict[str, str]
@@ -93,15 +95,15 @@ class Agent:
         self.chats, self._turns, self._sizes = ChatTokens.of(model), TURNS[model], SIZES[model]
         self._files = dict(_files(self.chats, self._sizes))
 
-    def session(self, seed: int) -> Iterator[Turn]:
-        """Yield the turns of a session. Sessions of the same seed are equal; others read the same files."""
+    def session(self, seed: int, share: float) -> Iterator[Turn]:
+        """Yield a share of a session's turns. Sessions of the same seed are equal; others read the same files."""
         draw, read = random.Random(seed), list[str]()
         names = draw.sample(sorted(self._files), FILES)
         task = f"Task {seed}: find out why chunk {draw.randrange(10**6)} is never evicted, and which test shows it."
         head = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task}]
         steps = list[tuple[Message, Message]]()
         drops = [round(share * self._turns) for share in DROPS]
-        for number in range(self._turns):
+        for number in range(round(share * self._turns)):
             if number in drops:
                 gone, steps = steps[: int(DROPPED * len(steps))], steps[int(DROPPED * len(steps)) :]
                 summary = f"Summary of {len(gone)} earlier steps: " + " ".join(said["content"] for said, _ in gone)
@@ -152,14 +154,14 @@ def _begin(chats: ChatTokens, lines: Sequence[str], tokens: int) -> str:
     return "\n".join(lines[: sum(size <= tokens for size in sizes)]) + "\n"
 
 
-def run(agent: Agent, model: str, way: str, think: float) -> list[dict[str, Any]]:
+def run(agent: Agent, model: str, way: str, think: float, policy: str) -> list[dict[str, Any]]:
     """Return what was measured of each turn with one way of serving."""
-    settings = None if way == PLAIN else {"blend_find": "repeated", "load_policy": "auto", "load_deadline": 2.0}
+    settings = None if way == PLAIN else {"blend_find": "repeated", "load_policy": policy}
     length = LENGTHS[model]
     rows: list[dict[str, Any]] = []
     with Engine(agent.chats.path, lmc=settings, max_model_len=length, max_num_batched_tokens=length, **ROOM) as engine:
-        for session, (tenant, seed) in enumerate((("one", 1), ("one", 2), ("other", 1))):
-            for number, turn in enumerate(agent.session(seed)):
+        for session, (tenant, seed, share) in enumerate(SESSIONS):
+            for number, turn in enumerate(agent.session(seed, share)):
                 extra = {"forced": turn.answer}
                 served = engine.serve(
                     [turn.prompt], len(turn.answer), WAYS[way] or None,
@@ -184,7 +186,7 @@ def run(agent: Agent, model: str, way: str, think: float) -> list[dict[str, Any]
 def measured(agent: Agent, ways: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return one row for each turn: what moved, and what each way did with it."""
     known, rows = defaultdict[str, Known](Known), list[dict[str, Any]]()
-    turns = [turn for seed in (1, 2, 1) for turn in agent.session(seed)]
+    turns = [turn for _, seed, share in SESSIONS for turn in agent.session(seed, share)]
     for at, turn in enumerate(turns):
         ours, full = ways[LMC][at], ways[PLAIN][at]
         moved, again = known[ours["tenant"]].moved(turn)
@@ -225,13 +227,14 @@ def main() -> None:
     arguments = parser(__doc__, "agent")
     arguments.add_argument("--model", choices=(SMALL, SMOLLM2, "both"), default="both")
     arguments.add_argument("--think", type=float, default=0.5, help="seconds between two turns")
+    arguments.add_argument("--load-policy", choices=("auto", "always"), default="always")
     arguments.add_argument("--rows", type=Path, help="write what was measured of each turn, as lines of JSON")
     options: argparse.Namespace = arguments.parse_args()
     print(machine())
     by_model: dict[str, Any] = {}
     for model in (SMALL, SMOLLM2) if options.model == "both" else (options.model,):
         agent = Agent(model)
-        rows = measured(agent, {way: run(agent, model, way, options.think) for way in WAYS})
+        rows = measured(agent, {way: run(agent, model, way, options.think, options.load_policy) for way in WAYS})
         for row in rows:
             times = ", ".join(f"{way} {seconds:.2f} s" for way, seconds in row["ttft"].items())
             print(

@@ -301,10 +301,20 @@ class Scheduler:
         plan.scheduled, plan.late = sum(scheduled.values()), late
         if self._setup.ranks > 1:
             plan.arrived = {state.id: self._claims.arrived(state) for state in loading}
-        idle = not scheduled and not loading and not plan.loads
         plan.rested = not scheduled and self._setup.clock() - self._ran >= REST_SECONDS
-        holds_blocks = self._saves.has_idle_job or self._backfill.under_way
-        blocked = holds_blocks and self._waits_for_blocks
+        learning, backfill = self.engine.learning, self._backfill
+        if learning or learning.under_way or backfill.waiting or backfill.under_way:
+            self._plan_other_work(plan, idle=not (scheduled or loading or plan.loads))
+        if len(loading) + len(scheduled) + len(plan.learn) + len(self.engine.learning.under_way) > 1:
+            for state in (*loading, *(self._states[name] for name in scheduled if name in self._states)):
+                state.alone = False
+        blending = any(state.approximate is not None for state in loading)
+        self._pace.planned(self._setup.clock(), scheduled, prefills, alone=not (blending or plan.learn))
+        return self.take_plan()
+
+    def _plan_other_work(self, plan: StepPlan, *, idle: bool) -> None:
+        """Add documents to learn and prompts to compute exactly to a step's plan, and give up what is in the way."""
+        blocked = (self._saves.has_idle_job or self._backfill.under_way) and self._waits_for_blocks
         plan.cancel = self._saves.to_cancel(idle=idle, blocked=blocked)
         learn = self._saves.learn_next(idle=idle and plan.rested) if self._runs and not self.off else None
         plan.learn += [learn] if learn else []
@@ -313,12 +323,6 @@ class Scheduler:
         plan.cancel += self._backfill.to_cancel(idle=idle, blocked=blocked)
         if idle and plan.rested and not self.off and (backfill := self._backfill.next_job()) is not None:
             plan.backfill.append(backfill)
-        if len(loading) + len(scheduled) + len(plan.learn) + len(self.engine.learning.under_way) > 1:
-            for state in (*loading, *(self._states[name] for name in scheduled if name in self._states)):
-                state.alone = False
-        blending = any(state.approximate is not None for state in loading)
-        self._pace.planned(self._setup.clock(), scheduled, prefills, alone=not (blending or plan.learn))
-        return self.take_plan()
 
     def _note_step(self, state: RequestState) -> None:
         """Record that the engine computes prompt tokens of a request."""
