@@ -154,14 +154,16 @@ def _begin(chats: ChatTokens, lines: Sequence[str], tokens: int) -> str:
     return "\n".join(lines[: sum(size <= tokens for size in sizes)]) + "\n"
 
 
-def run(agent: Agent, model: str, way: str, think: float, policy: str) -> list[dict[str, Any]]:
+def run(
+    agent: Agent, model: str, way: str, sessions: Sequence[Sequence[Turn]], think: float, policy: str
+) -> list[dict[str, Any]]:
     """Return what was measured of each turn with one way of serving."""
     settings = None if way == PLAIN else {"blend_find": "repeated", "load_policy": policy}
     length = LENGTHS[model]
     rows: list[dict[str, Any]] = []
     with Engine(agent.chats.path, lmc=settings, max_model_len=length, max_num_batched_tokens=length, **ROOM) as engine:
-        for session, (tenant, seed, share) in enumerate(SESSIONS):
-            for number, turn in enumerate(agent.session(seed, share)):
+        for session, (tenant, _, _) in enumerate(SESSIONS):
+            for number, turn in enumerate(sessions[session]):
                 extra = {"forced": turn.answer}
                 served = engine.serve(
                     [turn.prompt], len(turn.answer), WAYS[way] or None,
@@ -183,11 +185,10 @@ def run(agent: Agent, model: str, way: str, think: float, policy: str) -> list[d
     return rows
 
 
-def measured(agent: Agent, ways: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def measured(sessions: Sequence[Sequence[Turn]], ways: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return one row for each turn: what moved, and what each way did with it."""
     known, rows = defaultdict[str, Known](Known), list[dict[str, Any]]()
-    turns = [turn for _, seed, share in SESSIONS for turn in agent.session(seed, share)]
-    for at, turn in enumerate(turns):
+    for at, turn in enumerate(turn for session in sessions for turn in session):
         ours, full = ways[LMC][at], ways[PLAIN][at]
         moved, again = known[ours["tenant"]].moved(turn)
         row = {name: ours[name] for name in ("session", "tenant", "turn", "tokens", "reused", "cached", "note")}
@@ -234,7 +235,9 @@ def main() -> None:
     by_model: dict[str, Any] = {}
     for model in (SMALL, SMOLLM2) if options.model == "both" else (options.model,):
         agent = Agent(model)
-        rows = measured(agent, {way: run(agent, model, way, options.think, options.load_policy) for way in WAYS})
+        sessions = [list(agent.session(seed, share)) for _, seed, share in SESSIONS]
+        ways = {way: run(agent, model, way, sessions, options.think, options.load_policy) for way in WAYS}
+        rows = measured(sessions, ways)
         for row in rows:
             times = ", ".join(f"{way} {seconds:.2f} s" for way, seconds in row["ttft"].items())
             print(

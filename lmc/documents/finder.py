@@ -131,7 +131,7 @@ class DocumentFinder(Generic[D]):
         """
         if not len(self) or len(tokens) < WHOLE:
             return []
-        prompt = _array(tokens)
+        prompt = as_array(tokens)
         at, numbers = self._blocks.find(self._hashes(prompt))
         places = self._places(numbers)
         shifts = at - (FIRST + STRIDE * (numbers.astype(np.int64) - self._starts[places]))
@@ -154,18 +154,14 @@ class DocumentFinder(Generic[D]):
         lengths = np.array([len(document.tokens) for document in documents])
         counts = np.maximum(0, (lengths - FIRST - BLOCK) // STRIDE + 1)
         before = np.cumsum(counts) - counts
-        tokens = np.concatenate([_array(document.tokens) for document in documents])
+        tokens = np.concatenate([as_array(document.tokens) for document in documents])
         starts = np.repeat(np.cumsum(lengths) - lengths, counts)
         starts += FIRST + STRIDE * (np.arange(int(counts.sum())) - np.repeat(before, counts))
         return self._hashes(tokens)[starts], ~is_periodic(tokens[starts[:, None] + np.arange(BLOCK)]), counts
 
     def _hashes(self, tokens: Array) -> Array:
-        """Return a hash of the `BLOCK` tokens from each position on: the upper half of a polynomial modulo 2^64."""
-        sums, size = tokens.astype(np.uint64), 1
-        while size < BLOCK:
-            factor = np.uint64(pow(self._base, size, 1 << 64))
-            sums, size = sums[:-size] * factor + sums[size:], 2 * size
-        return (sums >> np.uint64(32)).astype(np.uint32)
+        """Return a hash of the `BLOCK` tokens from each position on."""
+        return (polynomials(tokens, self._base) >> np.uint64(32)).astype(np.uint32)
 
     def _renumber(self, more: Collection[D]) -> None:
         """Insert the remaining documents and `more` documents anew."""
@@ -265,7 +261,20 @@ class _Blocks:
         self._place(hashes, numbers)
 
 
-def _array(tokens: Sequence[int]) -> Array:
+def polynomials(tokens: Array, base: int) -> npt.NDArray[np.uint64]:
+    """Return a polynomial in `base` modulo 2^64 of the `BLOCK` tokens from each position on. Its upper half is a hash.
+
+    The base has to be odd.
+    """
+    sums, size = tokens.astype(np.uint64), 1
+    while size < BLOCK:
+        factor = np.uint64(pow(base, size, 1 << 64))
+        sums, size = sums[:-size] * factor + sums[size:], 2 * size
+    return sums
+
+
+def as_array(tokens: Sequence[int]) -> Array:
+    """Return tokens as an array of 4-byte unsigned integers."""
     # numpy takes four times as long to convert a list as `array` does.
     return np.frombuffer(tokens if isinstance(tokens, array) else array("I", tokens), np.uint32)
 
@@ -286,7 +295,7 @@ def is_periodic(blocks: Array) -> npt.NDArray[np.bool_]:
 
 def _runs_at(prompt: Array, document: D, shift: int) -> list[FoundRun[D]]:
     """Return the runs of at least `WHOLE` tokens of a document whose token 0 is at `shift` in the prompt."""
-    tokens = _array(document.tokens)
+    tokens = as_array(document.tokens)
     start, stop = max(0, shift), min(len(prompt), shift + len(tokens))
     equal = prompt[start:stop] == tokens[start - shift : stop - shift]
     return [FoundRun(start + at, document, start + at - shift, count) for at, count in _stretches(equal)]

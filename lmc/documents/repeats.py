@@ -13,7 +13,6 @@ found only by this tenant. A prompt of 2,000 tokens takes 0.1 ms.
 """
 
 import secrets
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
@@ -22,14 +21,14 @@ import numpy.typing as npt
 
 from lmc.blend.markers import Markers
 from lmc.blend.segments import Span, texts
-from lmc.documents.finder import is_periodic
+from lmc.documents.finder import BLOCK, as_array, is_periodic, polynomials
 
-WINDOW = 16  # tokens of a window
-EVERY = 8  # Of so many consecutive windows, at least one has a fingerprint.
+WINDOW = BLOCK  # tokens of a window
+EVERY = 8  # At least one window in this number of consecutive windows has a fingerprint.
 NEAR = 2 * EVERY  # tokens by which a repeated text may be longer than it was found
 MIN_LEARNED, MAX_LEARNED = 64, 1024  # tokens of a text that is learned
 BITS = 19  # The table has 2**BITS fingerprints.
-OF_ANSWER = 0xFFFFFFFF  # hash of the text before a window of the model's own answer
+OF_ANSWER = 0xFFFFFFFF  # stands for the hash of the text before a window that is in an answer of the model
 MAX_ENDS = 1 << 18  # number of tokens in the memory of `LineEnds`
 
 Hashes = npt.NDArray[np.uint64]
@@ -55,8 +54,8 @@ class Repeats:
     ) -> list[Span]:
         """Return what a prompt repeats from position `start` on, up to `NEAR` tokens at its ends. Remember the prompt.
 
-        `blocks` are the hashes of the prompt's full blocks of `block_size` tokens, each of which covers all tokens
-        before it. What stands before `start` is not repeated: the engine has it after the same beginning.
+        `blocks` are the hashes of the prompt's full blocks of `block_size` tokens. Each hash covers all tokens up to
+        the end of its block. Text before `start` is not repeated: the engine has it after the same beginning.
         """
         first = max(0, start - WINDOW - EVERY)
         at, prints = self._fingerprints(tenant, prompt[first:])
@@ -81,10 +80,6 @@ class Repeats:
         new = self._prints[places] != prints
         self._prints[places[new]], self._before[places[new]] = prints[new], OF_ANSWER
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._prints[:] = 0
-
     def _places(self, prints: Hashes) -> Positions:
         return (prints >> np.uint64(64 - BITS)).astype(np.int64)
 
@@ -92,11 +87,8 @@ class Repeats:
         """Return the positions and the fingerprints of the windows that winnowing chooses."""
         if len(tokens) < WINDOW:
             return np.zeros(0, np.int64), np.zeros(0, np.uint64)
-        words = np.frombuffer(array("I", tokens), np.uint32)
-        hashes, size = words.astype(np.uint64), 1
-        while size < WINDOW:
-            factor = np.uint64(pow(self._base, size, 1 << 64))
-            hashes, size = hashes[:-size] * factor + hashes[size:], 2 * size
+        words = as_array(tokens)
+        hashes = polynomials(words, self._base)
         hashes ^= hashes >> np.uint64(32)  # The lower bits of such a hash depend on few bits of the tokens.
         hashes *= np.uint64(self._base)
         # A window is chosen if it is the least one among EVERY consecutive windows.
@@ -156,9 +148,9 @@ def to_learn(
 ) -> list[Span]:
     """Return what to learn of the texts that a prompt `repeats`: `MIN_LEARNED` to `MAX_LEARNED` tokens each.
 
-    What is `taken` already is not learned, and what the model has said neither. Documents begin and end with lines
-    where they can, so that the same text is learned from every prompt. The last lines of the last text ask, and are not
-    learned.
+    Neither `taken` parts of the prompt nor the model's answers are learned. A document begins and ends with a line if
+    a line begins or ends nearby, so that the same text is learned from every prompt. The last lines of the last text
+    are the question, and are not learned.
     """
     free = bytearray(b"\1" * len(tokens) + b"\0")
     for span in taken:

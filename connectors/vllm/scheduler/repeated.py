@@ -9,6 +9,7 @@ from collections import Counter
 
 from lmc.connectors.vllm.scheduler.isolation import cached_blocks
 from lmc.connectors.vllm.scheduler.request_state import RequestState
+from lmc.connectors.vllm.scheduler.roles import Roles
 from lmc.connectors.vllm.start import Setup
 from lmc.documents.repeats import LineEnds, Repeats, to_learn
 from lmc.engine import Plan
@@ -23,24 +24,20 @@ SLOW = 1e-3  # seconds per token, as long as no prefill was measured
 class RepeatedTexts:
     """The repeated texts of one engine's requests."""
 
-    def __init__(self, setup: Setup, counts: "Counter[str]") -> None:
-        self._setup, self._counts, self._engine = setup, counts, setup.engine
+    def __init__(self, setup: Setup, roles: Roles, counts: "Counter[str]") -> None:
+        self._setup, self._roles, self._counts, self._engine = setup, roles, counts, setup.engine
         self._repeats = Repeats()
         self._ends = LineEnds(setup.tokenizer.decode) if setup.tokenizer else None
-        self._allowed, self._at = MAX_SECONDS, setup.clock()  # seconds of learning that were allowed at a time
+        self._allowed, self._at = MAX_SECONDS, setup.clock()  # seconds of learning that are allowed since a time
         learns = setup.settings.blend_learn and setup.settings.blend_find == "repeated"
         self.on = setup.blends and learns and setup.markers is not None and setup.tokenizer is not None
 
     def arrived(self, state: RequestState) -> None:
         """Find what the prompt of a new request repeats, and remember the prompt."""
-        request, options = state.request, state.options
-        if not self.on or options is None or options.learn is not None or not options.blend:
+        if not (self.on and state.learns and state.blends and self._roles.may_go_on(state)):
             return
-        if options.documents is not None or request.prompt_token_ids is None or request.prompt_embeds is not None:
-            return
-        if request.lora_request is not None or request.mm_features:
-            return
-        hashes, size = request.block_hashes, self._setup.block_size
+        request, size = state.request, self._setup.block_size
+        hashes = request.block_hashes
         # The engine's own cache has these tokens, so they were remembered when they were computed.
         cached = bisect_left(hashes, True, key=lambda block: not cached_blocks(self._setup.pool, [block]))
         tenant = self._tenant(state)

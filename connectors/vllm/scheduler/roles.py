@@ -64,7 +64,7 @@ class Roles:
             state.note = self._refuse_options(error)
 
     def may_go_on(self, state: RequestState) -> bool:
-        """Return whether a request may continue its engine's blends before its documents are looked up."""
+        """Return whether a request may be blended, as far as its options and its kind say, and names no documents."""
         options, request = state.options, state.request
         if options is None or options.learn:
             return False

@@ -70,7 +70,7 @@ class Scheduler:
         # Observations for histograms, by the keys of `lmc.metrics`.
         self._observed: defaultdict[str, list[float]] = defaultdict(list)
         self._roles = Roles(setup, self.counts)
-        self._repeated = RepeatedTexts(setup, self.counts)
+        self._repeated = RepeatedTexts(setup, self._roles, self.counts)
         self._claims = Claims(setup)
         self._pace = PrefillPace(self.engine.store.cost)
         self.pending = PendingTransfers(setup.ranks, self.engine.store)
