@@ -202,7 +202,8 @@ def measured(sessions: Sequence[Sequence[Turn]], ways: Mapping[str, list[dict[st
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the sums and means over the turns."""
     again = [row for row in rows if row["again"]]
-    blended = [row for row in again if row["reused"]]
+    # Blind reuse without any error has found nothing to reuse: its engine had not learned it in time.
+    blended = [row for row in again if row["reused"] and row[BLIND]["kl"] > 0]
     found: dict[str, Any] = {
         "prompts": len(rows),
         "prompts_again": len(again),
