@@ -14,6 +14,8 @@ from lmc.blend.canvas import Canvas, Paged, dense
 from lmc.blend.kernels import attention, place, shift
 from lmc.blend.kernels.choice import kernels_of
 from lmc.blend.kernels.shift import MOST_EXAMPLES, Spans
+from lmc.blend.layer_attention import LayerAttention
+from lmc.blend.rope import Turn
 from lmc.blend.selftest import difference
 from lmc.shapes import GIB, MIB
 
@@ -130,7 +132,7 @@ def moved(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> Non
     before, parts = exact(pages), stored(report, sizes, dtype)
     slots = torch.randperm(count, device=report.device)
     angles = torch.rand(count, sizes.dim // 2, device=report.device)
-    turn = angles.cos(), angles.sin()
+    turn = Turn(angles.cos(), angles.sin())
     place.place([part.float() for part in parts], turn, slots, before)
     ours.place(parts, turn, slots, pages)
     errors(report, f"place, {name}", pages[:2], before[:2], ALLOWED[dtype])
@@ -157,9 +159,9 @@ def placed(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> No
     ):
         pages = pages_of(report, sizes, count, dtype, heads_first=heads_first)
         before, angles = exact(pages), torch.rand(count, half, device=report.device)
-        turn = angles.cos(), angles.sin()
-        place.place([part.float() for part in parts], turn, slots, before, interleaved=interleaved)
-        ours.place(parts, turn, slots, pages, interleaved=interleaved)
+        turn = Turn(angles.cos(), angles.sin(), interleaved)
+        place.place([part.float() for part in parts], turn, slots, before)
+        ours.place(parts, turn, slots, pages)
         errors(report, f"place with {what}, {name}", pages[:2], before[:2], ALLOWED[dtype])
 
 
@@ -169,14 +171,14 @@ def corrected(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) ->
     pages, row = pages_of(report, sizes, count, dtype), sizes.heads * sizes.dim * dtype.itemsize
     slots = torch.randperm(count, device=report.device)
     angles = torch.rand(count, sizes.dim // 2, device=report.device)
-    turn = angles.cos(), angles.sin()
+    turn = Turn(angles.cos(), angles.sin())
     per = min(MOST_EXAMPLES, sizes.tokens // 4)
     spans = Spans.of([sizes.tokens - per] * sizes.documents, [per] * sizes.documents, report.device)
     examples, others = slots[: per * sizes.documents], slots[per * sizes.documents :]
     weights = torch.rand(len(others), MOST_EXAMPLES, device=report.device) / per
     canvas, wanted = OneLayer(pages), OneLayer(exact(pages))
     old = canvas.read(0, examples.flip(0))
-    back, forth = (tuple(one[: len(some)] for one in turn) for some in (examples, others))
+    back, forth = (Turn(turn.cos[: len(some)], turn.sin[: len(some)]) for some in (examples, others))
     changes = ours.changes_of(canvas, 0, examples, old, back)
     true = shift.changes_of(wanted, 0, examples, tuple(one.float() for one in old), back)
     errors(report, f"changes, {name}", [changes], [true], ALLOWED[torch.float32])
@@ -200,7 +202,7 @@ def scores(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> No
     there = torch.rand(sizes.context, device=report.device) < 0.9
     there[at] = True
     for over_heads in ("mean", "max"):
-        score = (at, sizes.dim**-0.5, there, over_heads)
+        score = (at, LayerAttention(scale=sizes.dim**-0.5), there, over_heads)
         found = ours.attend_and_score(query, context, *score)
         wanted = attention.attend_and_score(query.float(), exact(context), *score)
         for what, one, other in zip(
@@ -227,14 +229,14 @@ def scattered(report: Report, sizes: Sizes) -> None:
     """Attention of scattered rows, against a dense causal kernel with as many products."""
     dtype, ours = sizes.dtypes[0], kernels_of(report.device)
     context, heads = pages_of(report, sizes, sizes.context, dtype), sizes.heads * sizes.group
-    scale = sizes.dim**-0.5
+    layer = LayerAttention(scale=sizes.dim**-0.5)
     for rows in sizes.rows:
         at = torch.randperm(sizes.context, device=report.device)[:rows].sort().values
         query = torch.randn(rows, heads, sizes.dim, device=report.device).to(dtype)
-        wanted = attention.attend(query.float(), tuple(one.float() for one in dense(context)), at, scale)
-        found = ours.attend(query, context, at, scale)
+        wanted = attention.attend(query.float(), tuple(one.float() for one in dense(context)), at, layer)
+        found = ours.attend(query, context, at, layer)
         errors(report, f"{rows} scattered rows", [found], [wanted], ALLOWED[dtype])
-        took = report.milliseconds(lambda query=query, at=at: ours.attend(query, context, at, scale))
+        took = report.milliseconds(lambda query=query, at=at: ours.attend(query, context, at, layer))
         side = int((2 * int((at + 1).sum())) ** 0.5)
         q, k, v = torch.randn(3, 1, heads, side, sizes.dim, device=report.device).to(dtype)
         alike = report.milliseconds(lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v, is_causal=True))

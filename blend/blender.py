@@ -26,6 +26,7 @@ from typing import Generic, NamedTuple
 import torch
 
 from lmc.blend.canvas import Attention, Canvas, R, only_writes, positions_of
+from lmc.blend.layer_attention import scoring_layers
 from lmc.blend.segments import Placement
 from lmc.blend.shift import Shift, shifts_of
 from lmc.blend.strategies import CHECK_LAYER, NEEDS_QUESTION, STRATEGIES, Evidence, RecomputePolicy, budget
@@ -95,6 +96,7 @@ class Blender(Generic[R]):
         self._is_reused[self._reused] = True
         self._fresh = (~self._present).nonzero().flatten()
         self._placed = 0  # number of layers whose stored parts have been placed
+        self._scores = scoring_layers(canvas.attentions)
         reused, fresh, depth = self._reused, len(self._fresh), canvas.depth
         repaired = [reused[:0]] * depth
         self.result = BlendResult(reused=len(reused), fresh=fresh, computed=[0] * depth, repaired=repaired)
@@ -198,18 +200,24 @@ class Blender(Generic[R]):
         ]
 
     def _scoring(self, layer: int, probe: "_Probe", paid: torch.Tensor) -> Attention:
-        """Return attention over the present keys that also writes the question's attention to each into `paid [N]`."""
+        """Return attention over the present keys.
 
-        def attention(query: torch.Tensor, write: Callable[[], None], own: object) -> torch.Tensor | None:
+        In a layer that scores, it also writes the question's attention to each key into `paid [N]`.
+        """
+
+        def attention(query: torch.Tensor, write: Callable[[], None], _: object) -> torch.Tensor | None:
             write()
-            at, present, first = probe.positions, probe.present, probe.scoring
-            kernels, scale = self._canvas.kernels, self._canvas.scale
-            kv = self._canvas.context(layer, len(present), probe.absent)
+            at, present = probe.positions, probe.present
+            first = probe.scoring if self._scores[layer] else len(at)
+            kernels, own = self._canvas.kernels, self._canvas.attentions[layer]
             last = layer == self._canvas.depth - 1  # The output of the last layer is unused in this pass.
-            attended = [] if last else [kernels.attend(query[:first], kv, at[:first], scale, present)]
+            if last and first == len(at):
+                return None
+            kv = self._canvas.context(layer, len(present), probe.absent)
+            attended = [] if last else [kernels.attend(query[:first], kv, at[:first], own, present)]
             if first < len(at):
                 over_heads, so_far = NEEDS_QUESTION[self._policy.strategy], paid[: len(present)]
-                out, scores = kernels.attend_and_score(query[first:], kv, at[first:], scale, present, over_heads)
+                out, scores = kernels.attend_and_score(query[first:], kv, at[first:], own, present, over_heads)
                 torch.maximum(so_far, scores, out=so_far)
                 attended.append(out)
             return None if last else torch.cat(attended)

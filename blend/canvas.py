@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 
 from lmc.blend.kernels.operations import Kernels
-from lmc.blend.rope import Turn
+from lmc.blend.layer_attention import LayerAttention
 from lmc.blend.segments import Placement
 
 KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer
@@ -88,10 +88,9 @@ class Canvas(Protocol[R]):
     depth: int  # number of layers
     device: torch.device
     kernels: Kernels  # they access keys and values by `slots` and `paged`, or by `read` and `write`
-    scale: float  # factor of the attention's logits
+    attentions: Sequence[LayerAttention]  # by layer
     call_cost: int = 0  # launch time of one call of a layer, as the number of rows that take as long to compute
     compiled: bool = False  # whether `run_through` calls a model that the engine has compiled as a whole
-    interleaved: bool = False  # whether RoPE rotates the dimensions (2i, 2i + 1) together instead of (i, i + R/2)
 
     def arrived(self, layer: int) -> bool:
         """Return whether the stored parts of a layer can be placed now. Raises `ChunkLost` if they never can."""
@@ -143,9 +142,6 @@ class Canvas(Protocol[R]):
 
     def paged(self, layer: int) -> Paged:
         """Return the memory that `slots` index, for kernels that read and write it."""
-
-    def turn(self, old: torch.Tensor, new: torch.Tensor) -> Turn:
-        """Return the rotation that moves keys from the positions `old [T]` to the positions `new [T]`."""
 
     def context(self, layer: int, stop: int, absent: torch.Tensor) -> KV | Paged:
         """Return the keys and values of the positions before `stop`, read-only, in the form of the canvas's kernels.

@@ -7,6 +7,8 @@ dimensions exactly as in the model.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,11 +16,44 @@ from lmc.errors import UnsupportedModel
 
 # Frequencies of these types do not depend on the prompt's length, so a rotation by a difference is exact.
 SHIFT_INVARIANT = ("default", "linear", "llama3", "yarn")
-Turn = tuple[torch.Tensor, torch.Tensor]  # cos and sin [T, R/2]
+
+
+class Turn(NamedTuple):
+    """A rotation of T keys. Dimensions from R on are not rotated; R is 0 in a layer without positions (NoPE)."""
+
+    cos: torch.Tensor  # [T, R/2]
+    sin: torch.Tensor  # [T, R/2]
+    interleaved: bool = False  # whether the dimensions (2i, 2i + 1) rotate together, instead of (i, i + R/2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotation:
+    """The RoPE of a layer: the model's own table of cos and sin for the positions 0…N-1. Layers may share it."""
+
+    cos: torch.Tensor  # [N, R/2]
+    sin: torch.Tensor  # [N, R/2]
+    interleaved: bool = False
+
+    def turn(self, old: torch.Tensor, new: torch.Tensor) -> Turn:
+        """Return the rotation that moves keys from the positions `old [T]` to the positions `new [T]`."""
+        if not self.cos.shape[1]:
+            none = torch.empty(len(old), 0, device=old.device)
+            return Turn(none, none)
+        rows = ((self.cos[at], self.sin[at]) for at in (old, new))
+        return Turn(*turn_between(*rows), self.interleaved)
+
+
+UNROTATED = Rotation(torch.empty(0, 0), torch.empty(0, 0))  # of a layer without positions (NoPE)
 
 
 def check_rope(parameters: Mapping[str, object]) -> None:
-    """Raise `UnsupportedModel` for a RoPE whose keys cannot be moved exactly."""
+    """Raise `UnsupportedModel` for a RoPE whose keys cannot be moved exactly.
+
+    `parameters` are those of one RoPE, or map kinds of layers to such parameters.
+    """
+    nested = [one for one in parameters.values() if isinstance(one, Mapping)]
+    for one in nested:
+        check_rope(one)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in SHIFT_INVARIANT:
         reason = "its frequencies depend on the length of the prompt, or lmc does not know them"
@@ -26,8 +61,10 @@ def check_rope(parameters: Mapping[str, object]) -> None:
         raise UnsupportedModel(f"RoPE of type {kind!r} cannot be re-rotated exactly: {reason} ({supported})")
 
 
-def turn_between(old: Turn, new: Turn) -> Turn:
-    """Return the rotation, in float32, that moves keys from old to new positions.
+def turn_between(
+    old: tuple[torch.Tensor, torch.Tensor], new: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cos and sin of the rotation, in float32, that moves keys from old to new positions.
 
     The arguments are rows of the model's own cos and sin. The result is divided by the rows' squared magnitude, because
     stored keys already have that factor. The magnitude is 1 unless YaRN scales the rows. Equal rows give exactly
@@ -38,13 +75,13 @@ def turn_between(old: Turn, new: Turn) -> Turn:
     return (cn * co + sn * so) / magnitude, (sn * co - cn * so) / magnitude
 
 
-def rotate(keys: torch.Tensor, turn: Turn, out: torch.Tensor, *, interleaved: bool = False) -> None:
+def rotate(keys: torch.Tensor, turn: Turn, out: torch.Tensor) -> None:
     """Rotate `keys [H, T, D]` into `out`, computed in float32. Dimensions from R on are copied.
 
-    Pairs are (i, i + R/2) as in GPT-NeoX and Llama, or (2i, 2i + 1) if `interleaved`, as in GPT-J. `out [H, T, D]` must
+    Pairs are (i, i + R/2) as in GPT-NeoX and Llama, or (2i, 2i + 1) if interleaved, as in GPT-J. `out [H, T, D]` must
     not overlap `keys`. With an `out` in float32, no result is allocated.
     """
-    (cos, sin), half = turn, turn[0].shape[-1]
+    (cos, sin, interleaved), half = turn, turn.cos.shape[-1]
     first, second = slice(0, half), slice(half, 2 * half)
     if interleaved:
         first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)

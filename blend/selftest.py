@@ -1,8 +1,8 @@
 """The self-test compares the keys and values that a canvas computes with those that the model itself computes.
 
-Connectors run it once at start, on random tokens. It detects a wrong mask (a scattered row sees a later row, or does
-not see an earlier row), a wrong slot (a row is written to one slot and read from another), and a wrong rotation.
-Blending stays off for a model that fails.
+Connectors run it once at start, on random tokens. It detects a wrong mask (a scattered row sees a row that it must not
+see, or does not see an earlier row), a wrong slot (a row is written to one slot and read from another), and a wrong
+rotation. The prompt is longer than the windows of the model's layers. Blending stays off for a model that fails.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,12 +12,14 @@ import torch
 
 from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.canvas import KV, Canvas, Paged, R
+from lmc.blend.layer_attention import LayerAttention
+from lmc.blend.rope import rotate
 from lmc.blend.segments import Placement
 from lmc.blend.strategies import NEEDS_QUESTION, RecomputePolicy
 from lmc.errors import UnsupportedModel
 
-PROMPT_TOKENS = 64  # tokens of the prompt
-DOCUMENT_POSITION = 37  # new position of a document that was computed alone
+PROMPT_TOKENS = 64  # tokens of the prompt after what the layers' windows hide from its last token
+DOCUMENT_TOKENS = 27  # last tokens of the prompt, which are also computed alone, as a document that is moved
 QUESTION_SIZE = 8  # tokens of the question in a rehearsal
 LONG = 2048  # tokens of a context whose keys several programs of a kernel share
 LONGEST = 16384  # tokens of a context with enough keys for all programs, so that they do not share a question's rows
@@ -31,20 +33,24 @@ NOISE = 8
 CEILING = 0.1
 
 
-def random_prompt(vocabulary: int) -> list[int]:
+def random_prompt(vocabulary: int, attentions: Sequence[LayerAttention]) -> list[int]:
     """Return the random tokens of the self-test's prompt."""
-    return torch.randint(vocabulary, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
+    length = PROMPT_TOKENS + max(attention.reach for attention in attentions)
+    return torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-def prove(canvas: Canvas[R], moved: Canvas[R], exact: Sequence[KV], in_two: Sequence[KV]) -> None:
+def prove(
+    canvas: Canvas[R], moved: Canvas[R], exact: Sequence[KV], in_two: Sequence[KV], repeated: Sequence[KV]
+) -> None:
     """Raise `UnsupportedModel` if lmc's results differ from the model's by more than the model's own noise allows.
 
-    `canvas` holds the random prompt and nothing stored. `moved` places a document at `DOCUMENT_POSITION`: the prompt's
-    last tokens, computed alone. `exact` and `in_two` are the KV `[T, H, D]` of the prompt by layer, from the model's
-    own prefill in one chunk and in two.
+    `canvas` holds the random prompt and nothing stored. `moved` places a document: the prompt's last tokens, computed
+    alone. `exact` and `in_two` are the KV `[T, H, D]` of the prompt by layer, from the model's own prefill in one chunk
+    and in two. `repeated` is the KV of a prompt that repeats one token.
     """
     noise = _largest(in_two, exact)
-    check("layers", max(_recomputed(canvas, exact), _rotated(moved, exact)), noise, exact[0][0].dtype)
+    found = max(_recomputed(canvas, exact), _rotated(moved, exact), _turned(canvas.attentions, repeated))
+    check("layers", found, noise, exact[0][0].dtype)
 
 
 def prove_compiled(canvas: Canvas[R], exact: Sequence[KV], in_two: Sequence[KV]) -> None:
@@ -57,7 +63,7 @@ def check(result_name: str, difference_found: float, noise: float, dtype: torch.
     allowed = min(max(NOISE * noise, FLOOR[dtype]), CEILING)
     if not difference_found <= allowed:
         differ = f"lmc's {result_name} differ from the model's by {difference_found:.2g} (relative)"
-        message = f"on {PROMPT_TOKENS} random tokens {differ}"
+        message = f"on random tokens {differ}"
         own_noise = f"two prefills of the model itself differ by {noise:.2g}"
         raise UnsupportedModel(f"the self-test failed: {message}; the limit is {allowed:.2g}, and {own_noise}")
 
@@ -68,35 +74,34 @@ def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(largest.nan_to_num(nan=float("inf")))
 
 
-def rehearse(canvas_of: Callable[[], Canvas[R]], document: Placement) -> None:
+def rehearse(canvas_of: Callable[[], Canvas[R]], document: Placement, length: int) -> None:
     """Run small blends, so that kernels are compiled at the start and not while a request waits.
 
-    `canvas_of` returns a new canvas of the random prompt with a document. The question has the last `QUESTION_SIZE`
-    tokens.
+    `canvas_of` returns a new canvas of the random prompt of `length` tokens with a document. The question has the last
+    `QUESTION_SIZE` tokens.
     """
-    blend_input = BlendInput(
-        length=PROMPT_TOKENS, stop=PROMPT_TOKENS, question=PROMPT_TOKENS - QUESTION_SIZE, placements=[document]
-    )
+    blend_input = BlendInput(length=length, stop=length, question=length - QUESTION_SIZE, placements=[document])
     canvas = canvas_of()
     for strategy in (*NEEDS_QUESTION, "deviation"):
         policy = RecomputePolicy(strategy=strategy, ratio=0.3, correction="shift")
         Blender(canvas_of(), blend_input, policy).run()
-    _attend_long(canvas)
+    kinds = {(attention.sees_all, attention.sinks is None): layer for layer, attention in enumerate(canvas.attentions)}
+    for layer in kinds.values():
+        _attend_long(canvas, layer)
 
 
-def _attend_long(canvas: Canvas[R]) -> None:
-    """Attend over long contexts of repeated keys, and score with questions of all sizes in `QUESTION_SIZES`."""
-    kernels, scale, device = canvas.kernels, canvas.scale, canvas.device
+def _attend_long(canvas: Canvas[R], layer: int) -> None:
+    """Attend over long contexts of repeated keys, and score with questions of all sizes in `QUESTION_SIZES`.
+
+    The attention is that of `layer`, with the queries and keys of layer 0.
+    """
+    kernels, device = canvas.kernels, canvas.device
 
     def attention(query: torch.Tensor, write: Callable[[], None], own: object) -> None:
-        def inputs(count: int, length: int) -> tuple[torch.Tensor, Paged, torch.Tensor, float]:
+        def inputs(count: int, length: int) -> tuple[torch.Tensor, Paged, torch.Tensor, LayerAttention]:
             queries = query[:1].expand(count, -1, -1).contiguous()
-            return (
-                queries,
-                _repeated(canvas.paged(0), length),
-                torch.arange(length - count, length, device=device),
-                scale,
-            )
+            positions = torch.arange(length - count, length, device=device)
+            return queries, _repeated(canvas.paged(0), length), positions, canvas.attentions[layer]
 
         for length in (LONG, LONGEST):
             present = torch.ones(length, dtype=torch.bool, device=device)
@@ -126,9 +131,12 @@ def _largest(actual: Iterable[KV], expected: Iterable[KV]) -> float:
 
 def _recomputed(canvas: Canvas[R], exact: Sequence[KV], *, through: bool = False) -> float:
     """Fill the canvas with the model's KV, overwrite scattered rows, recompute only these, and compare all rows."""
-    everything = canvas.slots(torch.arange(PROMPT_TOKENS, device=canvas.device))
-    # Runs of one, two and three positions with gaps between them, and the last position.
-    positions = [at for at in range(PROMPT_TOKENS) if at % 11 in (1, 4, 5, 7, 8, 9) or at == PROMPT_TOKENS - 1]
+    length = len(exact[0][0])
+    everything = canvas.slots(torch.arange(length, device=canvas.device))
+    # Runs of one, two and three positions with gaps between them, and the last position. In a long prompt, they are
+    # near its beginning and its end, so that windows hide the first ones from the last ones.
+    ends = [at for at in range(length) if at < PROMPT_TOKENS // 2 or at >= length - PROMPT_TOKENS]
+    positions = [at for at in ends if at % 11 in (1, 4, 5, 7, 8, 9) or at == length - 1]
     scattered = torch.tensor(positions, device=canvas.device)
     for layer, (keys, values) in enumerate(exact):
         canvas.write(layer, everything, keys, values)
@@ -145,5 +153,24 @@ def _recomputed(canvas: Canvas[R], exact: Sequence[KV], *, through: bool = False
 def _rotated(moved: Canvas[R], exact: Sequence[KV]) -> float:
     """Compare the keys of a moved document in layer 0, where they depend only on token and position."""
     moved.place(0)
-    keys, _ = moved.read(0, moved.slots(torch.arange(DOCUMENT_POSITION, PROMPT_TOKENS, device=moved.device)))
-    return difference(keys, exact[0][0][DOCUMENT_POSITION:])
+    length = len(exact[0][0])
+    document = torch.arange(length - DOCUMENT_TOKENS, length, device=moved.device)
+    return difference(moved.read(0, moved.slots(document))[0], exact[0][0][document])
+
+
+def _turned(attentions: Sequence[LayerAttention], repeated: Sequence[KV]) -> float:
+    """Compare the keys of equal tokens, moved to the positions of others, in the first layer of each rotation.
+
+    If all tokens of a prompt are equal, attention is a mean of equal values. So in every layer, the keys of two tokens
+    differ only by their rotation. Sinks would give different weights to the values, so they allow this only in layer 0.
+    """
+    first = {attention.rotation: layer for layer, attention in reversed(list(enumerate(attentions)))}
+    layers = [layer for layer in first.values() if layer == 0 or all(one.sinks is None for one in attentions[:layer])]
+    found = []
+    for layer in layers:
+        keys = repeated[layer][0]
+        old = torch.arange(len(keys) // 2, device=keys.device)
+        new, moved = old + len(keys) // 2, torch.empty_like(keys[old]).transpose(0, 1)
+        rotate(keys[old].transpose(0, 1), attentions[layer].rotation.turn(old, new), moved)
+        found.append(difference(moved.transpose(0, 1), keys[new]))
+    return max(found)

@@ -11,14 +11,23 @@ probes are the tokens that are recomputed anyway. Regression on a constant alone
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lmc.blend.canvas import KV, Attention, Canvas, Own
 from lmc.blend.kernels.shift import MOST_EXAMPLES, Spans
+from lmc.blend.rope import Turn
 
 SINKS = 2  # Tokens computed at this many first positions are attention sinks, which change differently.
+
+
+class _Turns(NamedTuple):
+    """Rotations of keys from their positions to position 0, and from there to their positions."""
+
+    examples_back: Turn
+    others_back: Turn
+    others_forth: Turn
 
 
 class Shift:
@@ -39,8 +48,14 @@ class Shift:
         self._spans = Spans.of(tokens, [len(group) for group in chosen], canvas.device)
         self._examples, self._others = canvas.slots(examples), canvas.slots(others)
         self._weights: torch.Tensor | None = None  # [T, MOST_EXAMPLES], computed in the first layer
-        self._back = canvas.turn(examples, torch.zeros_like(examples)), canvas.turn(others, torch.zeros_like(others))
-        self._others_forth = canvas.turn(torch.zeros_like(others), others)
+        self._turns = {
+            rotation: _Turns(
+                examples_back=rotation.turn(examples, torch.zeros_like(examples)),
+                others_back=rotation.turn(others, torch.zeros_like(others)),
+                others_forth=rotation.turn(torch.zeros_like(others), others),
+            )
+            for rotation in {attention.rotation for attention in canvas.attentions}
+        }
         # The cost in one layer, as the number of rows that take as long to compute.
         self.cost = canvas.context_cost(len(others))
 
@@ -63,10 +78,12 @@ class Shift:
     def _apply(self, layer: int, stored: KV) -> None:
         """Shift the other tokens. The recomputed tokens must have their new keys and values."""
         canvas, others, kernels = self._canvas, self._others, self._canvas.kernels
+        turns = self._turns[canvas.attentions[layer].rotation]
         if self._weights is None:
-            self._weights = kernels.weights_of(canvas, layer, stored[0], others, self._back, self._spans)
-        changes = kernels.changes_of(canvas, layer, self._examples, stored, self._back[0])
-        kernels.correct(canvas, layer, others, self._weights, changes, self._spans, self._others_forth)
+            back = turns.examples_back, turns.others_back
+            self._weights = kernels.weights_of(canvas, layer, stored[0], others, back, self._spans)
+        changes = kernels.changes_of(canvas, layer, self._examples, stored, turns.examples_back)
+        kernels.correct(canvas, layer, others, self._weights, changes, self._spans, turns.others_forth)
 
 
 def shifts_of(

@@ -5,17 +5,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmc.blend.kernels.attention import BLOCK, attend, attend_and_score
+from lmc.blend.layer_attention import LayerAttention
 
 
-def by_definition(query, keys, positions, scale, visible=None):
+def by_definition(query, keys, positions, layer, visible=None):
     """Attention weights [Q, T, N], one head at a time, in float64."""
     group = query.shape[1] // keys.shape[0]
     expanded = keys.repeat_interleave(group, dim=0).double()
-    logits = torch.einsum("tqd,qnd->qtn", query.double(), expanded) * scale
-    hidden = torch.arange(keys.shape[1])[None] > positions[:, None]
+    logits = torch.einsum("tqd,qnd->qtn", query.double(), expanded) * layer.scale
+    at, own = torch.arange(keys.shape[1])[None], positions[:, None]
+    hidden = at > own
+    if layer.window:
+        hidden = hidden | (own - at >= layer.window)
+    if layer.chunk:
+        hidden = hidden | (own // layer.chunk != at // layer.chunk)
     if visible is not None:
         hidden = hidden | ~visible[None]
-    return logits.masked_fill(hidden[None], float("-inf")).softmax(-1)
+    logits = logits.masked_fill(hidden[None], float("-inf"))
+    if layer.sinks is None:
+        return logits.softmax(-1)
+    sinks = layer.sinks.double()[:, None, None].expand(-1, len(positions), 1)
+    return torch.cat((logits, sinks), dim=-1).softmax(-1)[..., :-1]
 
 
 @settings(max_examples=40, deadline=None)
@@ -24,10 +34,12 @@ def by_definition(query, keys, positions, scale, visible=None):
     st.integers(1, 3),
     st.sets(st.integers(0, 40), min_size=1),
     st.integers(0, 5),
+    st.sampled_from([{}, {"window": 1}, {"window": 7}, {"chunk": 9}, {"window": 100}]),
+    st.booleans(),
     st.randoms(use_true_random=False),
 )
 def test_outputs_and_scores_equal_attention_by_definition(
-    heads: int, group: int, chosen: set[int], beyond: int, random
+    heads: int, group: int, chosen: set[int], beyond: int, sight: dict[str, int], sinks: bool, random
 ) -> None:
     torch.manual_seed(random.randrange(1000))
     positions = torch.tensor(sorted(chosen))
@@ -39,13 +51,14 @@ def test_outputs_and_scores_equal_attention_by_definition(
     )
     visible = torch.rand(length) < 0.7
     visible[positions] = True
+    layer = LayerAttention(scale=0.4, sinks=torch.randn(heads * group) if sinks else None, **sight)
 
-    weights = by_definition(query, keys, positions, 0.4, visible)
+    weights = by_definition(query, keys, positions, layer, visible)
     wanted = torch.einsum("qtn,qnd->tqd", weights, values.repeat_interleave(group, dim=0).double())
 
-    assert torch.allclose(attend(query, (keys, values), positions, 0.4, visible).double(), wanted, atol=1e-5)
+    assert torch.allclose(attend(query, (keys, values), positions, layer, visible).double(), wanted, atol=1e-5)
     for over_heads, scores in (("mean", weights.mean(0).amax(0)), ("max", weights.amax((0, 1)))):
-        attended, found = attend_and_score(query, (keys, values), positions, 0.4, visible, over_heads)
+        attended, found = attend_and_score(query, (keys, values), positions, layer, visible, over_heads)
         assert torch.allclose(attended.double(), wanted, atol=1e-5)
         assert torch.allclose(found.double(), scores, atol=1e-6)
 
@@ -56,9 +69,9 @@ def test_more_queries_than_a_block_are_answered_alike() -> None:
     positions = torch.arange(count) * 2
     query, keys, values = torch.randn(count, 2, 8), torch.randn(1, 2 * count, 8), torch.randn(1, 2 * count, 8)
 
-    together = attend(query, (keys, values), positions, 0.3)
+    together = attend(query, (keys, values), positions, LayerAttention(scale=0.3))
 
-    weights = by_definition(query, keys, positions, 0.3)
+    weights = by_definition(query, keys, positions, LayerAttention(scale=0.3))
     assert torch.allclose(together.double(), torch.einsum("qtn,nd->tqd", weights, values[0].double()), atol=1e-5)
 
 
@@ -66,9 +79,9 @@ def test_a_later_key_changes_nothing() -> None:
     torch.manual_seed(0)
     positions = torch.tensor([1, 4, 9])
     query, keys, values = torch.randn(3, 2, 8), torch.randn(2, 12, 8), torch.randn(2, 12, 8)
-    before = attend(query, (keys, values), positions, 0.3)
+    before = attend(query, (keys, values), positions, LayerAttention(scale=0.3))
 
     keys[:, 5:] = 1e4
     values[:, 5:] = 1e4
 
-    assert torch.equal(attend(query, (keys, values), positions, 0.3)[:2], before[:2])
+    assert torch.equal(attend(query, (keys, values), positions, LayerAttention(scale=0.3))[:2], before[:2])

@@ -47,6 +47,7 @@ def halves(dim: int) -> dict[str, Any]:
 
 
 HEADS, HALVES = heads(128), halves(128)
+UNROTATED = {"HALF": 0, "PADDED": 16}  # a layer without positions
 POINTERS = {
     "positions": "*i64", "slots": "*i64", "table": "*i32", "tiles": "*i32", "present": "*i1", "cos": "*fp32",
     "sin": "*fp32", "log_sums": "*fp32", "paid": "*fp32", "changed": "*fp32",
@@ -54,8 +55,8 @@ POINTERS = {
     "parts": "*fp32", "part_sums": "*fp32",
     "inverses": "*fp32", "documents": "*i32", "spans": "*i32",
 }  # fmt: skip
-SCALARS = {"factor": "fp32", "share": "fp32"}
-TENSORS = ("query", "keys", "values", "out", "stored", "old_keys", "old_values")  # of the model's dtype
+SCALARS = {"factor": "fp32", "share": "fp32", "limit": "i32"}
+TENSORS = ("query", "keys", "values", "out", "stored", "old_keys", "old_values", "sinks")  # of the model's dtype
 STRIDE = re.compile("_(block|head|token|kind)$")
 # Tensors that always begin at a multiple of 16 bytes, so that Triton may compile for that, and why.
 WHOLE, ROWS = "a tensor of its own", "rows of a head, whose numbers are a multiple of 16 bytes"
@@ -127,20 +128,20 @@ OTHERS = (
         kernels.join, {"QUERIES": 32, "D": 128, "WIDE": 128, "BT": FEWEST},
         [{"LOG_SUMS": True}, {"LOG_SUMS": False, "log_sums": None}], 96, False,
     ),
-    (kernels.place, HEADS | HALVES | {"BT": 16}, [{}], 96, False),
+    (kernels.place, HEADS | HALVES | {"BT": 16}, [{}, UNROTATED], 96, False),
     (kernels.gather, HEADS | {"BT": 16}, [{}], 96, False),
     (kernels.deviation, HEADS | {"BT": 16}, [{}], 128, False),
-    (kernels.rotated, HEADS | HALVES | {"BT": 16}, [{}], 96, False),
+    (kernels.rotated, HEADS | HALVES | {"BT": 16}, [{}, UNROTATED], 96, False),
     (kernels.mean, {"DIMS": 1024, "BT": 32, "BD": 32}, [{}], 96, False),
     (
         kernels.alike, {"DIMS": 1024, "MOST": 64, "BD": 32, "SHARED": 0.3},
         [{"BT": 64, "OWN": True}, {"BT": 32, "OWN": False}], 255, False,
     ),
-    (kernels.changes, HEADS | HALVES | {"BT": 16}, [{}], 128, False),
+    (kernels.changes, HEADS | HALVES | {"BT": 16}, [{}, UNROTATED], 128, False),
     (
         kernels.correct, HEADS | HALVES | {"BT": 32, "MOST": 64},
         [
-            {}, {"HALF": 32, "PADDED": 32}, {"INTERLEAVED": True},
+            {}, UNROTATED, {"HALF": 32, "PADDED": 32}, {"INTERLEAVED": True},
             *(heads(dim) | halves(dim) | {"BT": corrected(dim)} for dim in (64, 256)),
         ], 255, False,
     ),
@@ -149,18 +150,24 @@ OTHERS = (
 
 def attention_cases(dtype: str, dim: int, group: int, *, paged: bool) -> Iterator[tuple[str, Case]]:
     """Attention as it is launched for few and for many rows, with and without hidden tokens, and scores."""
-    constants, itemsize = heads(dim) | {"GROUP": group, "SIZE": 16, "PAGED": True}, ITEMSIZES[dtype]
+    constants = heads(dim) | {"GROUP": group, "SIZE": 16, "PAGED": True, "LIMIT": 0}
+    plain, itemsize = {"SINKS": False, "sinks": None}, ITEMSIZES[dtype]
     if not paged:
         constants |= {"SIZE": 1, "PAGED": False, "table": None}
-    tiles = {
-        (tile(tokens, 8, group, dim, itemsize, hides=hides), hides) for hides in (False, True) for tokens in (64, 16384)
-    }
-    for (rows, keys, warps), hides in sorted(tiles):
-        all_of_it = constants | {"BM": rows, "BN": keys, "PRESENT": hides} | ({} if hides else {"present": None})
-        for sums in (True, False) if rows <= 64 and not hides else (hides,):  # Programs of a few rows share keys.
-            more = {"LOG_SUMS": sums} | ({} if sums else {"log_sums": None})
-            name = f"_attend-{rows}-{keys}-{'hides' if hides else 'whole'}-{'sums' if sums else 'alone'}"
-            yield name, Case(kernels.attend, all_of_it | more, dtype, warps, 255, True)
+    limits = {"": (0, plain), "-window": (1, {"SINKS": True}), "-chunk": (2, plain)}  # as in gpt-oss, and in Llama 4
+    for limit, (number, sinks) in limits.items() if paged else [("", limits[""])]:
+        tiles = {
+            (tile(tokens, 8, group, dim, itemsize, hides=hides, limited=number > 0), hides)
+            for hides in (False, True)
+            for tokens in (64, 16384)
+        }
+        for (rows, keys, warps), hides in sorted(tiles):
+            shape = {"BM": rows, "BN": keys, "PRESENT": hides, "LIMIT": number}
+            all_of_it = constants | sinks | shape | ({} if hides else {"present": None})
+            for sums in (True, False) if rows <= 64 and not hides else (hides,):  # Programs of a few rows share keys.
+                more = {"LOG_SUMS": sums} | ({} if sums else {"log_sums": None})
+                name = f"_attend-{rows}-{keys}-{'hides' if hides else 'whole'}-{'sums' if sums else 'alone'}{limit}"
+                yield name, Case(kernels.attend, all_of_it | more, dtype, warps, 255, True)
     some, keys, warps = scored(dim, itemsize)
     for over_all in (False, True) if (dtype, dim, group, paged) == ("bf16", 128, 4, True) else (False,):
         more = {"BT": some, "BN": keys, "OVER_ALL": over_all, "SHARED": False}
@@ -212,7 +219,7 @@ def test_it_compiles_without_spills(name: str, capability: int, tmp_path: Path) 
 @pytest.mark.parametrize("kernel", {case.kernel.__name__: case.kernel for case in CASES.values()}.values())
 def test_it_is_not_compiled_again_for_another_length(kernel: Any) -> None:
     """The first request with a prompt of whole blocks would wait for that."""
-    changing = [one for one in kernel.params if one.name in ("tokens", "count", "shares", "size")]
+    changing = [one for one in kernel.params if one.name in ("tokens", "count", "shares", "size", "limit")]
     assert changing or kernel in (kernels.mean, kernels.alike, kernels.correct)
     assert all(one.do_not_specialize for one in changing)
     pointers = {one.name: one for one in kernel.params if one.name in {*POINTERS, *TENSORS}}

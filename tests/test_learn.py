@@ -445,7 +445,7 @@ def test_what_size_cannot_read_is_said(tmp_path: Path) -> None:
         (
             {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 61},
             70272,
-            "only equal beginnings of prompts are reused: DeepseekV3ForCausalLM has not been tested",
+            "only equal beginnings of prompts are reused: it has MLA instead of keys and values for each head",
         ),
         (
             {
@@ -453,7 +453,7 @@ def test_what_size_cannot_read_is_said(tmp_path: Path) -> None:
                 "text_config": {"num_hidden_layers": 34, "num_key_value_heads": 4, "head_dim": 256},
             },
             34 * 2 * 4 * 256 * 2,
-            "Gemma3ForConditionalGeneration has not been tested",
+            "can be blended by vLLM with lmc (Gemma3ForConditionalGeneration), if the model passes the self-test",
         ),
         (
             {
@@ -461,7 +461,7 @@ def test_what_size_cannot_read_is_said(tmp_path: Path) -> None:
                 "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096,
             },
             131072,
-            "cannot be blended, and only equal beginnings of prompts are reused: its attention has a sliding window",
+            "cannot be blended, and only equal beginnings of prompts are reused: no layer attends to the whole prompt",
         ),
         (
             {

@@ -4,7 +4,7 @@ import pytest
 import torch
 from models import ROPES, random_model
 
-from lmc.blend.rope import Turn, check_rope, rotate, turn_between
+from lmc.blend.rope import Rotation, Turn, check_rope, rotate
 from lmc.connectors.transformers.layers import DecoderLayers
 from lmc.errors import UnsupportedModel
 
@@ -17,9 +17,9 @@ def rotated_by_definition(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
     return x * cos + torch.cat((-b, a), dim=-1) * sin
 
 
-def rotated(keys: torch.Tensor, turn: Turn, interleaved: bool = False) -> torch.Tensor:
+def rotated(keys: torch.Tensor, turn: Turn) -> torch.Tensor:
     out = torch.empty_like(keys)
-    rotate(keys, turn, out, interleaved=interleaved)
+    rotate(keys, turn, out)
     return out
 
 
@@ -29,7 +29,7 @@ def test_a_moved_key_equals_the_key_computed_there(rope: str) -> None:
     cos, sin = layers.rows(1000)
     raw = torch.randn(2, len(OLD), layers.shape.head_dim)
     half = layers.shape.head_dim // 2
-    turn = turn_between((cos[OLD, :half], sin[OLD, :half]), (cos[NEW, :half], sin[NEW, :half]))
+    turn = Rotation(cos[:, :half], sin[:, :half]).turn(OLD, NEW)
 
     moved = rotated(rotated_by_definition(raw, cos[OLD], sin[OLD]), turn)
 
@@ -41,8 +41,8 @@ def test_there_and_back_again_is_the_same_key(rope: str) -> None:
     cos, sin = DecoderLayers(random_model(rope=rope)).rows(1000)
     half = cos.shape[1] // 2
     keys = torch.randn(2, len(OLD), 2 * half)
-    there = turn_between((cos[OLD, :half], sin[OLD, :half]), (cos[NEW, :half], sin[NEW, :half]))
-    back = turn_between((cos[NEW, :half], sin[NEW, :half]), (cos[OLD, :half], sin[OLD, :half]))
+    there = Rotation(cos[:, :half], sin[:, :half]).turn(OLD, NEW)
+    back = Rotation(cos[:, :half], sin[:, :half]).turn(NEW, OLD)
 
     assert (rotated(rotated(keys, there), back) - keys).abs().max() <= 1e-5
 
@@ -51,7 +51,7 @@ def test_a_key_that_does_not_move_keeps_its_bits() -> None:
     cos, sin = DecoderLayers(random_model(rope="yarn")).rows(1000)
     half = cos.shape[1] // 2
     keys = torch.randn(2, len(OLD), 2 * half)
-    stay = turn_between((cos[OLD, :half], sin[OLD, :half]), (cos[OLD, :half], sin[OLD, :half]))
+    stay = Rotation(cos[:, :half], sin[:, :half]).turn(OLD, OLD)
 
     assert torch.equal(rotated(keys, stay), keys)
 
@@ -60,7 +60,7 @@ def test_bf16_keys_are_off_by_one_unit_in_the_last_place_at_most() -> None:
     cos, sin = DecoderLayers(random_model()).rows(1000)
     half = cos.shape[1] // 2
     raw = torch.randn(2, len(OLD), 2 * half)
-    turn = turn_between((cos[OLD, :half], sin[OLD, :half]), (cos[NEW, :half], sin[NEW, :half]))
+    turn = Rotation(cos[:, :half], sin[:, :half]).turn(OLD, NEW)
     stored = rotated_by_definition(raw, cos[OLD], sin[OLD]).bfloat16()
 
     moved = rotated(stored, turn)
@@ -76,7 +76,7 @@ def test_only_the_rotated_dimensions_turn(interleaved: bool) -> None:
     angle = torch.tensor([[0.3, 1.1]])
     keys = torch.randn(3, 1, 10)
 
-    out = rotated(keys, (angle.cos(), angle.sin()), interleaved=interleaved)
+    out = rotated(keys, Turn(angle.cos(), angle.sin(), interleaved))
 
     assert torch.equal(out[..., 4:], keys[..., 4:])
     pairs = [(0, 1), (2, 3)] if interleaved else [(0, 2), (1, 3)]

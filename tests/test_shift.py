@@ -13,8 +13,9 @@ from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.canvas import Canvas, positions_of, writes_and_attends
 from lmc.blend.kernels import shift
 from lmc.blend.kernels.choice import TORCH
+from lmc.blend.layer_attention import LayerAttention
 from lmc.blend.markers import Markers
-from lmc.blend.rope import rotate
+from lmc.blend.rope import Rotation, rotate
 from lmc.blend.segments import Placement, join, split
 from lmc.blend.shift import Shift, shifts_of
 from lmc.blend.strategies import RecomputePolicy
@@ -25,7 +26,8 @@ from lmc.connectors.transformers.layers import DecoderLayers
 
 HEADS, DIM, LENGTH = 2, 8, 60
 DOCUMENTS = [random_tokens(20 + 3 * i, i) for i in range(3)]
-FREQUENCIES = 0.5 ** torch.arange(DIM // 2)
+ANGLES = torch.arange(LENGTH)[:, None] * 0.5 ** torch.arange(DIM // 2)
+ROTATION = Rotation(ANGLES.cos(), ANGLES.sin())
 
 
 class Tensors(Canvas):
@@ -34,6 +36,7 @@ class Tensors(Canvas):
     depth = 1
     device = torch.device("cpu")
     kernels = TORCH
+    attentions = (LayerAttention(scale=1.0, rotation=ROTATION),) * 3
 
     def __init__(self) -> None:
         make = torch.Generator().manual_seed(7)
@@ -45,15 +48,11 @@ class Tensors(Canvas):
     def write(self, layer, positions, keys, values):
         self.k[positions], self.v[positions] = keys, values
 
-    def turn(self, old, new):
-        angles = (new - old)[:, None] * FREQUENCIES
-        return angles.cos(), angles.sin()
-
 
 def at_zero(canvas: Canvas, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Keys `[T, H, D]` as they would be at position 0."""
     out = torch.empty_like(keys)
-    rotate(keys.transpose(0, 1), canvas.turn(positions, torch.zeros_like(positions)), out.transpose(0, 1))
+    rotate(keys.transpose(0, 1), ROTATION.turn(positions, torch.zeros_like(positions)), out.transpose(0, 1))
     return out
 
 
@@ -135,7 +134,7 @@ def test_tokens_change_as_those_that_are_like_them():
     positions = torch.arange(LENGTH)
     rotate(
         (kind[:, None, None] * direction).transpose(0, 1),
-        canvas.turn(torch.zeros_like(positions), positions),
+        ROTATION.turn(torch.zeros_like(positions), positions),
         turned.transpose(0, 1),
     )
     canvas.k = turned
@@ -193,7 +192,7 @@ def test_a_change_that_all_tokens_have_in_common_is_found_whole(monkeypatch, rop
     done = forward(model, prompt, cache)
     wanted = rows_of(cache)
     pieces = [Placement(at=span.start, tokens=len(span), first=0) for span in segments.documents]
-    measure = DenseCanvas(layers, prompt, (), iter(()))
+    rotation = DenseCanvas(layers, prompt, (), iter(())).attentions[0].rotation
     make = torch.Generator().manual_seed(3)
 
     def reader():
@@ -207,8 +206,12 @@ def test_a_change_that_all_tokens_have_in_common_is_found_whole(monkeypatch, rop
         constant[:2] = 0
         constant *= times
         moved, turned = torch.empty_like(keys[here]), torch.empty_like(keys[here])
-        rotate(keys[here].transpose(0, 1), measure.turn(here, alone), moved.transpose(0, 1))
-        rotate(constant[:, 0].transpose(0, 1), measure.turn(torch.zeros_like(alone), alone), turned.transpose(0, 1))
+        rotate(keys[here].transpose(0, 1), rotation.turn(here, alone), moved.transpose(0, 1))
+        rotate(
+            constant[:, 0].transpose(0, 1),
+            rotation.turn(torch.zeros_like(alone), alone),
+            turned.transpose(0, 1),
+        )
         return torch.stack((moved - turned, values[here] - constant[:, 1]))
 
     canvas = DenseCanvas(layers, prompt, pieces, reader())

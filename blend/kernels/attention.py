@@ -1,7 +1,7 @@
 """Attention of scattered queries in torch: a query at position p sees exactly the keys at positions ≤ p.
 
 A causal flag does not do this. It aligns the last query with the last key, so other scattered queries would see keys
-after their positions.
+after their positions. A layer's window or chunk also hides keys long before p.
 """
 
 from typing import Literal
@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lmc.blend.canvas import KV, Paged, dense
+from lmc.blend.layer_attention import LayerAttention
 
 OverHeads = Literal["mean", "max"]
 # Queries per call. A call does not read keys after its last query, so small calls save half of the work.
@@ -17,7 +18,11 @@ BLOCK = 64
 
 
 def attend(
-    query: torch.Tensor, kv: KV | Paged, positions: torch.Tensor, scale: float, present: torch.Tensor | None = None
+    query: torch.Tensor,
+    kv: KV | Paged,
+    positions: torch.Tensor,
+    layer: LayerAttention,
+    present: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the outputs `[T, Q, D]` of queries `[T, Q, D]` at ascending `positions [T]`.
 
@@ -26,21 +31,25 @@ def attend(
     """
     keys, values = dense(kv)
     heads, group = keys.shape[0], query.shape[1] // keys.shape[0]
-    out = torch.empty_like(query)
+    out, first_seen = torch.empty_like(query), layer.first_seen(positions)
     for start in range(0, len(positions), BLOCK):
         block = slice(start, start + BLOCK)
-        reach = int(positions[block][-1]) + 1
-        mask = positions[block, None] >= torch.arange(reach, device=keys.device)  # [T, N]
+        seen = slice(int(first_seen[start]), int(positions[block][-1]) + 1)
+        mask = _visible(positions[block], first_seen[block], seen)
         if present is not None:
-            mask &= present[:reach]
+            mask &= present[seen]
         rows = mask.shape[0]
         q = query[block].unflatten(1, (heads, group)).permute(1, 2, 0, 3)  # [T, Q, D] -> [H, G, T, D]
+        operands = keys[:, seen], values[:, seen], mask.repeat(group, 1)
+        if layer.sinks is not None:
+            operands = _with_sinks(*operands, layer.sinks.view(heads, group))
+        k, v, allowed = operands
         attended = scaled_dot_product_attention(
             q.reshape(1, heads, group * rows, -1),  # The queries of a group read the same keys.
-            keys[None, :, :reach],
-            values[None, :, :reach],
-            attn_mask=mask.repeat(group, 1),
-            scale=scale,
+            k[None],
+            v[None],
+            attn_mask=allowed,
+            scale=layer.scale,
         )
         out[block] = attended.view(heads, group, rows, -1).permute(2, 0, 1, 3).flatten(1, 2)
     return out
@@ -50,7 +59,7 @@ def attend_and_score(
     query: torch.Tensor,
     kv: KV | Paged,
     positions: torch.Tensor,
-    scale: float,
+    layer: LayerAttention,
     present: torch.Tensor,
     over_heads: OverHeads,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,16 +69,41 @@ def attend_and_score(
     """
     keys, values = (one[:, : len(present)] for one in dense(kv))
     heads, group = keys.shape[0], query.shape[1] // keys.shape[0]
-    later = positions[:, None] < torch.arange(keys.shape[1], device=keys.device)
-    hidden = later.logical_or_(~present)  # [T, N]
+    hidden = ~(_visible(positions, layer.first_seen(positions), slice(0, keys.shape[1])) & present)  # [T, N]
+    sinks = None if layer.sinks is None else layer.sinks.view(heads, group, 1, 1).float()
     out, paid = torch.empty_like(query), []
     for head in range(heads):  # One head at a time: [G·T, N] fits into the CPU cache, and [Q, T, N] does not.
         head_queries = slice(head * group, (head + 1) * group)
         q = query[:, head_queries].transpose(0, 1).float()  # [G, T, D]
         # Scaled before the product, in float32: large keys (Qwen2's biases) overflow half precision.
-        logits = ((q * scale) @ keys[head].float().T).masked_fill_(hidden, float("-inf"))
-        weights = logits.softmax(-1)
+        logits = ((q * layer.scale) @ keys[head].float().T).masked_fill_(hidden, float("-inf"))
+        if sinks is None:
+            weights = logits.softmax(-1)
+        else:
+            sink = sinks[head].expand(-1, len(positions), 1)
+            weights = torch.cat((sink, logits), dim=-1).softmax(-1)[..., 1:]
         out[:, head_queries] = (weights @ values[head].float()).transpose(0, 1).to(out.dtype)
         paid.append(weights.amax((0, 1)) if over_heads == "max" else weights.sum(0))  # [N] or [T, N]
     joined = torch.stack(paid)
     return out, joined.amax(0) if over_heads == "max" else joined.sum(0).amax(0) / (heads * group)
+
+
+def _visible(positions: torch.Tensor, first_seen: torch.Tensor, keys: slice) -> torch.Tensor:
+    """Return which `keys`, a slice of positions, queries at `positions [T]` see: bool `[T, N]`."""
+    at = torch.arange(keys.start, keys.stop, device=positions.device)
+    return (positions[:, None] >= at) & (first_seen[:, None] <= at)
+
+
+def _with_sinks(
+    keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return keys, values and an additive mask `[H, G·T, 1 + N]` with a first key whose logits are the `sinks [H, G]`.
+
+    That key and its value are zeros.
+    """
+    heads, group = sinks.shape
+    bias = torch.zeros(mask.shape, dtype=keys.dtype, device=keys.device).masked_fill_(~mask, float("-inf"))
+    first = sinks.to(keys.dtype).repeat_interleave(len(mask) // group, dim=1)  # [H, G·T]
+    zero = keys.new_zeros(heads, 1, keys.shape[2])
+    allowed = torch.cat((first[..., None], bias.expand(heads, -1, -1)), dim=2)
+    return torch.cat((zero, keys), dim=1), torch.cat((zero, values), dim=1), allowed

@@ -9,6 +9,9 @@ probabilities are never in memory.
 
 Few rows make few programs, which would leave most of a GPU idle over a long context. Then several programs share the
 keys of the same rows, and `_join` combines their results.
+
+With a window or a chunk (LIMIT), programs read no keys before the first one that any of their rows sees. A sink is a
+logit with which a row's softmax begins.
 """
 
 import torch
@@ -18,11 +21,13 @@ import triton.language as tl
 from lmc.blend.canvas import KV, Paged
 from lmc.blend.kernels.attention import OverHeads
 from lmc.blend.kernels.place_triton import CHANGING, FUSED, padded
+from lmc.blend.layer_attention import LayerAttention
 
 LOG2_E = 1.4426950408889634
 FILLED = 256  # number of programs that keep a large GPU busy
 FEWEST = 16  # minimum number of rows of a product on tensor cores
 SHARE = 512  # minimum number of keys per program if several programs share the keys
+ALL, WINDOW, CHUNK = range(3)  # which keys before its own position a query sees
 
 
 @triton.jit
@@ -36,11 +41,19 @@ def _pages(base, table, j, seen, h, stride_block, stride_head, stride_token, SIZ
 
 
 @triton.jit
+def _first_seen(at, limit, LIMIT: tl.constexpr):
+    """Return the first positions that queries at `at` see: LIMIT is 1 for a window, and 2 for a chunk."""
+    if LIMIT == 1:
+        return at - limit + 1
+    return at - at % limit
+
+
+@triton.jit
 def _step(
-    query, keys, values, table, present, at, start, reach, h, most, total, sums, factor,
+    query, keys, values, table, present, at, start, reach, h, most, total, sums, factor, limit,
     key_block, key_head, key_token, value_block, value_head, value_token,
     D: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, BN: tl.constexpr,
-    PAGED: tl.constexpr, PRESENT: tl.constexpr, ALL_SEEN: tl.constexpr,
+    PAGED: tl.constexpr, PRESENT: tl.constexpr, LIMIT: tl.constexpr, ALL_SEEN: tl.constexpr,
 ):  # fmt: skip
     """Add the keys from position `start` on to the running softmax; `at` are the positions of the queries."""
     d, j = tl.arange(0, WIDE), start + tl.arange(0, BN)
@@ -58,6 +71,8 @@ def _step(
     logits = tl.dot(query, key, input_precision="tf32x3") * factor
     if not ALL_SEEN:
         logits = tl.where(j[None, :] <= at[:, None], logits, float("-inf"))
+    if LIMIT > 0:
+        logits = tl.where(j[None, :] >= _first_seen(at, limit, LIMIT)[:, None], logits, float("-inf"))
     if PRESENT or not ALL_SEEN:
         logits = tl.where(seen[None, :], logits, float("-inf"))
     greatest = tl.maximum(most, tl.max(logits, 1))
@@ -78,10 +93,11 @@ def _queries(row, tile, tokens, h, BM: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit(**CHANGING)
 def _attend(
-    query, keys, values, table, positions, present, out, log_sums, tokens, factor,
+    query, keys, values, table, positions, present, sinks, out, log_sums, tokens, factor, limit,
     query_token, query_head, key_block, key_head, key_token, value_block, value_head, value_token,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, PAGED: tl.constexpr, PRESENT: tl.constexpr, LOG_SUMS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PAGED: tl.constexpr, PRESENT: tl.constexpr, LIMIT: tl.constexpr,
+    SINKS: tl.constexpr, LOG_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Attend for BM // GROUP tokens and one KV head; `factor` is the scale of logits to base 2.
 
@@ -99,22 +115,29 @@ def _attend(
     q = tl.load(query + where, mask=wanted, other=0.0)
     most = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
+    if SINKS:  # If several programs share the keys, the first one counts the sinks.
+        sink = tl.load(sinks + head, mask=there, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+        most = tl.where(share == 0, sink, most)
+        total = tl.where(most == float("-inf"), 0.0, 1.0)
     sums = tl.zeros([BM, WIDE], tl.float32)
-    per = tl.cdiv(tl.cdiv(reach, tl.num_programs(2)), BN) * BN
-    begin = share * per
+    low = tl.maximum(_first_seen(first, limit, LIMIT), 0) // BN * BN if LIMIT > 0 else 0
+    per = tl.cdiv(tl.cdiv(reach - low, tl.num_programs(2)), BN) * BN
+    begin = low + share * per
     reach = tl.minimum(reach, begin + per)
-    whole = tl.minimum((first + 1) // BN * BN, reach)  # Every query sees all keys before it.
-    for start in range(begin, whole, BN):
-        most, total, sums = _step(
-            q, keys, values, table, present, at, start, reach, h, most, total, sums, factor,
-            key_block, key_head, key_token, value_block, value_head, value_token,
-            D, WIDE, SIZE, BN, PAGED, PRESENT, True,
-        )  # fmt: skip
+    # Every query sees all keys before `whole`, unless a window or a chunk hides some.
+    whole = tl.minimum((first + 1) // BN * BN, reach) if LIMIT == 0 else begin
+    if LIMIT == 0:
+        for start in range(begin, whole, BN):
+            most, total, sums = _step(
+                q, keys, values, table, present, at, start, reach, h, most, total, sums, factor, limit,
+                key_block, key_head, key_token, value_block, value_head, value_token,
+                D, WIDE, SIZE, BN, PAGED, PRESENT, LIMIT, True,
+            )  # fmt: skip
     for start in range(tl.maximum(begin, whole), reach, BN):
         most, total, sums = _step(
-            q, keys, values, table, present, at, start, reach, h, most, total, sums, factor,
+            q, keys, values, table, present, at, start, reach, h, most, total, sums, factor, limit,
             key_block, key_head, key_token, value_block, value_head, value_token,
-            D, WIDE, SIZE, BN, PAGED, PRESENT, False,
+            D, WIDE, SIZE, BN, PAGED, PRESENT, LIMIT, False,
         )  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)  # 0: the row does not exist, or sees no key of this share.
     # The compiler would keep the rows' indices in registers during the loops, and some GPUs have too few registers
@@ -158,10 +181,11 @@ def _join(
 
 @triton.jit(**CHANGING)
 def _paid(
-    query, keys, table, positions, present, log_sums, paid, tokens, count, factor,
+    query, keys, table, positions, present, log_sums, paid, tokens, count, factor, limit,
     query_token, query_head, key_block, key_head, key_token,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, PAGED: tl.constexpr, OVER_ALL: tl.constexpr, SHARED: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, PAGED: tl.constexpr, LIMIT: tl.constexpr, OVER_ALL: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
     """Store for BN keys the greatest attention of any token, as mean over heads or, if OVER_ALL, as maximum.
 
@@ -188,6 +212,8 @@ def _paid(
                 logits = tl.dot(q, key, input_precision="tf32x3") * factor
                 weights = tl.exp2(logits - log_sum[:, None])
                 weights = tl.where((j[None, :] <= at[:, None]) & seen[None, :], weights, 0.0)
+                if LIMIT > 0:
+                    weights = tl.where(j[None, :] >= _first_seen(at, limit, LIMIT)[:, None], weights, 0.0)
                 over_heads = tl.maximum(over_heads, weights) if OVER_ALL else over_heads + weights
         best = tl.maximum(best, tl.max(over_heads, 0))
     if not OVER_ALL:
@@ -199,24 +225,28 @@ def _paid(
 
 
 def attend(
-    query: torch.Tensor, kv: KV | Paged, positions: torch.Tensor, scale: float, present: torch.Tensor | None = None
+    query: torch.Tensor,
+    kv: KV | Paged,
+    positions: torch.Tensor,
+    layer: LayerAttention,
+    present: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `lmc.blend.kernels.attention.attend`."""
-    return _attended(_by_rows(query), kv, positions, scale, present, None)
+    return _attended(_by_rows(query), kv, positions, layer, present, None)
 
 
 def attend_and_score(
     query: torch.Tensor,
     kv: KV | Paged,
     positions: torch.Tensor,
-    scale: float,
+    layer: LayerAttention,
     present: torch.Tensor,
     over_heads: OverHeads,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `lmc.blend.kernels.attention.attend_and_score`."""
     query = _by_rows(query)
     log_sums = torch.empty(query.shape[1::-1], dtype=torch.float32, device=query.device)  # [Q, T]
-    out = _attended(query, kv, positions, scale, present, log_sums)
+    out = _attended(query, kv, positions, layer, present, log_sums)
     pages, (tokens, queries, dim) = Paged.of(kv), query.shape
     heads, count = pages.keys.shape[1], len(present)
     some, keys, warps = scored(dim, query.element_size())
@@ -226,9 +256,10 @@ def attend_and_score(
     paid = make(count, dtype=torch.float32, device=query.device)
     _paid[(triton.cdiv(count, keys), triton.cdiv(tokens, some) if shared else 1)](
         query, pages.keys, pages.table, positions, present, log_sums, paid,
-        tokens, count, scale * LOG2_E, *query.stride()[:2], *pages.keys.stride()[:3],
+        tokens, count, layer.scale * LOG2_E, layer.reach, *query.stride()[:2], *pages.keys.stride()[:3],
         HEADS=heads, GROUP=queries // heads, D=dim, WIDE=padded(dim), SIZE=_size(pages), BT=some, BN=keys,
-        PAGED=pages.table is not None, OVER_ALL=over_heads == "max", SHARED=shared, num_warps=warps, **FUSED,
+        PAGED=pages.table is not None, LIMIT=_limit(layer), OVER_ALL=over_heads == "max", SHARED=shared,
+        num_warps=warps, **FUSED,
     )  # fmt: skip
     return out, paid
 
@@ -237,7 +268,7 @@ def _attended(
     query: torch.Tensor,
     kv: KV | Paged,
     positions: torch.Tensor,
-    scale: float,
+    layer: LayerAttention,
     present: torch.Tensor | None,
     log_sums: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -246,7 +277,8 @@ def _attended(
     group, out = queries // heads, torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if not tokens:
         return out
-    rows, keys, warps = tile(tokens, heads, group, dim, query.element_size(), hides=present is not None)
+    hides = present is not None
+    rows, keys, warps = tile(tokens, heads, group, dim, query.element_size(), hides=hides, limited=not layer.sees_all)
     tiles = triton.cdiv(tokens, rows // group)
     length = (
         len(present) if present is not None else pages.keys.shape[2] * (1 if pages.table is None else len(pages.table))
@@ -259,12 +291,12 @@ def _attended(
             for shape in (query.shape, (queries, tokens))
         )
     _attend[(heads, tiles, count)](
-        query, pages.keys, pages.values, pages.table, positions, present, parts, sums,
-        tokens, scale * LOG2_E,
+        query, pages.keys, pages.values, pages.table, positions, present, layer.sinks, parts, sums,
+        tokens, layer.scale * LOG2_E, layer.reach,
         *query.stride()[:2], *pages.keys.stride()[:3], *pages.values.stride()[:3],
         HEADS=heads, GROUP=group, D=dim, WIDE=padded(dim), SIZE=_size(pages), BM=rows, BN=keys,
-        PAGED=pages.table is not None, PRESENT=present is not None, LOG_SUMS=sums is not None,
-        num_warps=warps, **FUSED,
+        PAGED=pages.table is not None, PRESENT=hides, LIMIT=_limit(layer),
+        SINKS=layer.sinks is not None, LOG_SUMS=sums is not None, num_warps=warps, **FUSED,
     )  # fmt: skip
     if count > 1:
         _join[(triton.cdiv(tokens, FEWEST), queries)](
@@ -272,6 +304,11 @@ def _attended(
             QUERIES=queries, D=dim, WIDE=padded(dim), BT=FEWEST, LOG_SUMS=log_sums is not None, num_warps=4, **FUSED,
         )  # fmt: skip
     return out
+
+
+def _limit(layer: LayerAttention) -> int:
+    """Return which keys before its own position a query sees."""
+    return WINDOW if layer.window else CHUNK if layer.chunk else ALL
 
 
 def _by_rows(query: torch.Tensor) -> torch.Tensor:
@@ -284,18 +321,21 @@ def shares(programs: int, keys: int) -> int:
     return max(1, min(FILLED // programs, keys // SHARE))
 
 
-def tile(tokens: int, heads: int, group: int, dim: int, itemsize: int, *, hides: bool) -> tuple[int, int, int]:
+def tile(
+    tokens: int, heads: int, group: int, dim: int, itemsize: int, *, hides: bool, limited: bool = False
+) -> tuple[int, int, int]:
     """Return a program's rows (queries of one KV head), its keys per step, and its warps.
 
-    None of these tiles needs more registers or shared memory than a GPU has (`tests/test_kernels_compile.py`), even if
-    some keys are hidden. Elements of 4 bytes need three products on tensor cores, each with its own operands.
+    Keys are hidden if the kernel `hides` absent ones, and `limited` by a window or a chunk. None of these tiles needs
+    more registers or shared memory than a GPU has (`tests/test_kernels_compile.py`). Elements of 4 bytes need three
+    products on tensor cores, each with its own operands.
     """
     wide = padded(dim)
     if itemsize > 2:
         found = (32, 16, 4) if wide <= 64 else (16, 16, 8)
     elif wide > 128:
         found = 64, 32, 8
-    elif triton.cdiv(tokens * group, 128) * heads >= FILLED:
+    elif not limited and triton.cdiv(tokens * group, 128) * heads >= FILLED:
         found = 128, 64, 8
     else:
         found = 64, 32 if hides else 64, 4

@@ -26,26 +26,24 @@ def spread(keys: torch.Tensor, values: torch.Tensor, parts: Sequence[torch.Tenso
             there.copy_(whole[first : first + len(there)], non_blocking=True)
 
 
-def place(
-    parts: Sequence[torch.Tensor], turn: Turn, slots: torch.Tensor, into: Paged, *, interleaved: bool = False
-) -> None:
+def place(parts: Sequence[torch.Tensor], turn: Turn, slots: torch.Tensor, into: Paged) -> None:
     """Write the tokens of all stored `parts`, `[K, T, H, D]` each, to `slots [T]`, with keys rotated.
 
-    `turn` has cos and sin `[T, R/2]` of all tokens. The parts may be in host memory. If the prompt is in one block, the
+    `turn` rotates the keys of all tokens. The parts may be in host memory. If the prompt is in one block, the
     slots of a part must be contiguous.
     """
     size, at = into.keys.shape[2], 0
     for part in parts:
         rows = slice(at, at + part.shape[1])
         keys, values = part.to(into.keys.device, non_blocking=True).transpose(1, 2)  # [H, T, D] each
-        here, mine = slots[rows], (turn[0][rows], turn[1][rows])
+        here, mine = slots[rows], Turn(turn.cos[rows], turn.sin[rows], turn.interleaved)
         if into.table is None and len(here):
             there = slice(int(here[0]), int(here[0]) + len(here))
-            rotate(keys, mine, into.keys[0, :, there], interleaved=interleaved)
+            rotate(keys, mine, into.keys[0, :, there])
             into.values[0, :, there] = values
         else:
             rotated = torch.empty_like(keys)
-            rotate(keys, mine, rotated, interleaved=interleaved)
+            rotate(keys, mine, rotated)
             into.keys[here // size, :, here % size] = rotated.transpose(0, 1)
             into.values[here // size, :, here % size] = values.transpose(0, 1)
         at = rows.stop

@@ -21,8 +21,8 @@ TOKENS = 16  # tokens that a program moves
 # Arguments that vary from prompt to prompt. Without this, Triton would recompile a kernel for lengths that are 1 or
 # divisible by 16, and for tensors that are not aligned to 16 bytes.
 CHANGING = {
-    "do_not_specialize": ["tokens", "count", "shares", "size"],
-    "do_not_specialize_on_alignment": ["positions", "slots", "present", "paid", "log_sums"],
+    "do_not_specialize": ["tokens", "count", "shares", "size", "limit"],
+    "do_not_specialize_on_alignment": ["positions", "slots", "present", "sinks", "paid", "log_sums"],
 }
 FUSED = {"enable_fp_fusion": True}  # fused multiply-add with one rounding; Triton 3.9 warns if it is not set
 
@@ -130,11 +130,8 @@ def _deviation(
     tl.store(changed + t, far, mask=there)
 
 
-def place(
-    parts: Sequence[torch.Tensor], turn: Turn, slots: torch.Tensor, into: Paged, *, interleaved: bool = False
-) -> None:
+def place(parts: Sequence[torch.Tensor], turn: Turn, slots: torch.Tensor, into: Paged) -> None:
     """See `lmc.blend.kernels.place.place`. Several parts are first staged, then placed in one launch."""
-    cos, sin = (one.contiguous() for one in turn)
     keys, values, _ = into
     heads, size, dim = keys.shape[1:]
     if not len(slots):
@@ -145,17 +142,22 @@ def place(
         stored = torch.empty(KV, len(slots), heads, dim, dtype=keys.dtype, device=keys.device)
         stage(parts, stored)
     _place[(triton.cdiv(len(slots), TOKENS), heads)](
-        stored, cos, sin, slots, keys, values, len(slots), stored.stride(0), size,
+        stored, *rows_of(turn), slots, keys, values, len(slots), stored.stride(0), size,
         *keys.stride()[:3], *values.stride()[:3],
-        BT=TOKENS, num_warps=4, **rotating(keys, cos, interleaved=interleaved),
+        BT=TOKENS, num_warps=4, **rotating(keys, turn),
     )  # fmt: skip
 
 
-def rotating(keys: torch.Tensor, cos: torch.Tensor, *, interleaved: bool) -> dict[str, Any]:
-    """Return the compile-time arguments of a kernel that rotates keys `[B, H, N, D]` by `cos [T, R/2]`."""
-    (_, heads, _, dim), half = keys.shape, cos.shape[1]
+def rows_of(turn: Turn) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cos and sin without gaps between rows, as the kernels require."""
+    return turn.cos.contiguous(), turn.sin.contiguous()
+
+
+def rotating(keys: torch.Tensor, turn: Turn) -> dict[str, Any]:
+    """Return the compile-time arguments of a kernel that rotates keys `[B, H, N, D]`."""
+    (_, heads, _, dim), half = keys.shape, turn.cos.shape[1]
     wide = {"D": dim, "WIDE": padded(dim), "HALF": half, "PADDED": padded(half)}
-    return {"HEADS": heads, **wide, "INTERLEAVED": interleaved, **FUSED}
+    return {"HEADS": heads, **wide, "INTERLEAVED": turn.interleaved, **FUSED}
 
 
 def padded(dim: int) -> int:

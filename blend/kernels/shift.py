@@ -44,10 +44,10 @@ class Spans(NamedTuple):
         return cls(tokens, examples, *rows)
 
 
-def rotated(keys: torch.Tensor, turn: Turn, *, interleaved: bool) -> torch.Tensor:
+def rotated(keys: torch.Tensor, turn: Turn) -> torch.Tensor:
     """Return keys `[T, H, D]` rotated, in float32."""
     turned = torch.empty_like(keys, dtype=torch.float32)
-    rotate(keys.transpose(0, 1), turn, turned.transpose(0, 1), interleaved=interleaved)
+    rotate(keys.transpose(0, 1), turn, turned.transpose(0, 1))
     return turned
 
 
@@ -61,7 +61,7 @@ def weights_of(
     two tokens.
     """
     keys = stored, canvas.read(layer, slots)[0]
-    at_zero = [rotated(*one, interleaved=canvas.interleaved).flatten(1) for one in zip(keys, turns, strict=True)]
+    at_zero = [rotated(*one).flatten(1) for one in zip(keys, turns, strict=True)]
     weights = at_zero[0].new_zeros(len(slots), MOST_EXAMPLES)
     by_document = at_zero[0].split(spans.examples), at_zero[1].split(spans.tokens)
     for mine, theirs, out in zip(*by_document, weights.split(spans.tokens), strict=True):
@@ -80,7 +80,7 @@ def changes_of(canvas: Canvas[R], layer: int, slots: torch.Tensor, stored: KV, t
     """
     now = canvas.read(layer, slots)
     keys, values = (new.float() - old for new, old in zip(now, stored, strict=True))
-    return torch.stack((rotated(keys, turn, interleaved=canvas.interleaved), VALUE_SHARE * values), dim=1)
+    return torch.stack((rotated(keys, turn), VALUE_SHARE * values), dim=1)
 
 
 def correct(
@@ -104,6 +104,6 @@ def correct(
     for own, change, out in zip(*by_document, strict=True):
         torch.mm(own[:, : len(change)], change, out=out)
     moves, value_changes = predicted.unflatten(1, (KINDS, *keys.shape[1:])).unbind(1)  # [T, H, D]
-    keys += rotated(moves, turn, interleaved=canvas.interleaved)
+    keys += rotated(moves, turn)
     values += value_changes
     canvas.write(layer, slots, keys, values)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from lmc.blend.canvas import KV, Canvas, R
-from lmc.blend.kernels.place_triton import CHANGING, FUSED, _difference, _pairs, _rotate, _rows, rotating
+from lmc.blend.kernels.place_triton import CHANGING, FUSED, _difference, _pairs, _rotate, _rows, rotating, rows_of
 from lmc.blend.kernels.shift import MOST_EXAMPLES, SHARED, TILE, VALUE_SHARE, Spans
 from lmc.blend.rope import Turn
 from lmc.shapes import KV as KINDS
@@ -167,11 +167,11 @@ def weights_of(
 
 def _rotated_keys(canvas: Canvas[R], keys: torch.Tensor, slots: torch.Tensor, turn: Turn) -> torch.Tensor:
     """Return the rotated keys of `[B, H, N, D]` at `slots [T]`, in float32 `[T, H · D]`."""
-    (_, heads, size, dim), (cos, sin) = keys.shape, (one.contiguous() for one in turn)
+    _, heads, size, dim = keys.shape
     out = torch.empty(len(slots), heads * dim, dtype=torch.float32, device=keys.device)
     _rotated[(triton.cdiv(len(slots), TOKENS), heads)](
-        out, cos, sin, slots, keys, len(slots), size, *keys.stride()[:3],
-        BT=TOKENS, num_warps=4, **rotating(keys, cos, interleaved=canvas.interleaved),
+        out, *rows_of(turn), slots, keys, len(slots), size, *keys.stride()[:3],
+        BT=TOKENS, num_warps=4, **rotating(keys, turn),
     )  # fmt: skip
     return out
 
@@ -179,12 +179,12 @@ def _rotated_keys(canvas: Canvas[R], keys: torch.Tensor, slots: torch.Tensor, tu
 def changes_of(canvas: Canvas[R], layer: int, slots: torch.Tensor, stored: KV, turn: Turn) -> torch.Tensor:
     """See `lmc.blend.kernels.shift.changes_of`."""
     keys, values, _ = canvas.paged(layer)
-    (_, heads, size, dim), (cos, sin) = keys.shape, (one.contiguous() for one in turn)
+    _, heads, size, dim = keys.shape
     out = torch.empty(len(slots), KINDS, heads, dim, dtype=torch.float32, device=keys.device)
     _changes[(triton.cdiv(len(slots), TOKENS), heads)](
-        out, *stored, cos, sin, slots, keys, values, len(slots), VALUE_SHARE, size,
+        out, *stored, *rows_of(turn), slots, keys, values, len(slots), VALUE_SHARE, size,
         *stored[0].stride()[:2], *stored[1].stride()[:2], *keys.stride()[:3], *values.stride()[:3],
-        BT=TOKENS, num_warps=4, **rotating(keys, cos, interleaved=canvas.interleaved),
+        BT=TOKENS, num_warps=4, **rotating(keys, turn),
     )  # fmt: skip
     return out
 
@@ -200,11 +200,12 @@ def correct(
 ) -> None:
     """See `lmc.blend.kernels.shift.correct`."""
     keys, values, _ = canvas.paged(layer)
-    (_, heads, size, dim), (cos, sin) = keys.shape, (one.contiguous() for one in turn)
+    _, heads, size, dim = keys.shape
     together = corrected(dim)
     _correct[(len(spans.tiles), heads, TILE // together)](
-        weights, changes, spans.tiles, cos, sin, slots, keys, values, size, *keys.stride()[:3], *values.stride()[:3],
-        MOST=MOST_EXAMPLES, BT=together, num_warps=8, **rotating(keys, cos, interleaved=canvas.interleaved),
+        weights, changes, spans.tiles, *rows_of(turn), slots, keys, values, size,
+        *keys.stride()[:3], *values.stride()[:3],
+        MOST=MOST_EXAMPLES, BT=together, num_warps=8, **rotating(keys, turn),
     )  # fmt: skip
 
 

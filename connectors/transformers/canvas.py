@@ -8,7 +8,8 @@ import torch
 
 from lmc.blend.canvas import KV, Attention, Canvas, Paged, positions_of, writes_and_attends
 from lmc.blend.kernels.choice import kernels_of
-from lmc.blend.rope import Turn, turn_between
+from lmc.blend.layer_attention import LayerAttention
+from lmc.blend.rope import Rotation
 from lmc.blend.segments import Placement
 from lmc.blend.staging import Staging
 from lmc.connectors.transformers.layers import DecoderLayers, Projections
@@ -35,7 +36,7 @@ class DenseCanvas(Canvas[DenseRows]):
         self, layers: DecoderLayers, tokens: Sequence[int], placements: Sequence[Placement], reader: Reader
     ) -> None:
         """Allocate the KV of a prompt; `reader` yields the stored parts of `placements`, layer by layer."""
-        self.depth, self.device, self.scale = layers.shape.layers, layers.device, layers.scale
+        self.depth, self.device = layers.shape.layers, layers.device
         self.kernels = kernels_of(self.device)
         self._layers, self._reader = layers, reader
         self._tokens = torch.tensor(tokens, device=self.device)
@@ -43,7 +44,10 @@ class DenseCanvas(Canvas[DenseRows]):
         ends = [placement.first + placement.tokens for placement in placements]
         self._cos, self._sin = layers.rows(max([len(tokens), *ends]))
         old, self._stored = positions_of(placements, self.device)
-        self._turn = self.turn(old, self._stored)
+        half = self._cos.shape[-1] // 2  # Both halves of a row are equal.
+        rotation = Rotation(self._cos[:, :half], self._sin[:, :half])
+        self.attentions = [LayerAttention(scale=layers.scale, rotation=rotation)] * self.depth
+        self._turn = rotation.turn(old, self._stored)
         shape, empty = layers.shape, partial(torch.empty, dtype=layers.shape.dtype, device=self.device)
         size = (shape.kv_heads, len(tokens), shape.head_dim)
         self.kv: list[KV] = [(empty(size), empty(size)) for _ in range(self.depth)]  # [H, N, D] each
@@ -97,7 +101,9 @@ class DenseCanvas(Canvas[DenseRows]):
             self.write(layer, rows.positions, projected.key, projected.value)
 
         def own() -> torch.Tensor:
-            return self.kernels.attend(projected.query[output], self.kv[layer], rows.positions[output], self.scale)
+            return self.kernels.attend(
+                projected.query[output], self.kv[layer], rows.positions[output], self.attentions[layer]
+            )
 
         attended = (attention or writes_and_attends)(projected.query, write, own)
         rows.projected = projected if attended is None else None
@@ -121,11 +127,6 @@ class DenseCanvas(Canvas[DenseRows]):
         """Write keys and values `[T, H, D]` to `slots`."""
         for whole, some in zip(self.kv[layer], (keys, values), strict=True):
             whole.index_copy_(1, slots, some.transpose(0, 1))
-
-    def turn(self, old: torch.Tensor, new: torch.Tensor) -> Turn:
-        """Return cos and sin `[T, R/2]`, which are the same in every layer."""
-        half = self._cos.shape[-1] // 2
-        return turn_between(*((self._cos[at, :half], self._sin[at, :half]) for at in (old, new)))
 
     def context(self, layer: int, stop: int, absent: torch.Tensor) -> KV:
         """Return views `[H, stop, D]` of a layer's keys and values.

@@ -13,7 +13,6 @@ from transformers.cache_utils import DynamicLayer
 from transformers.utils.logging import disable_progress_bar
 
 from lmc.blend.canvas import KV
-from lmc.blend.rope import check_rope
 from lmc.engine.identity import checkpoint_files, identity_of_files, identity_of_parameters
 from lmc.errors import InputError, UnsupportedModel
 from lmc.shapes import KV as KV_PARTS
@@ -56,7 +55,7 @@ class ModelFacts:
     kept: str  # what a layer keeps of a token, in words
     positions: int  # 0 if it is unknown
     architecture: str  # such as LlamaForCausalLM
-    unblended: str  # why documents cannot be blended, as far as attention and RoPE decide it; empty if they can
+    unblended: str  # why vLLM with lmc cannot blend documents, as far as the configuration says; empty if it may
 
 
 def model_facts(name: str | Path, dtype: str | None = None) -> ModelFacts:
@@ -96,21 +95,25 @@ def model_facts(name: str | Path, dtype: str | None = None) -> ModelFacts:
         if isinstance(error, InputError):
             raise
         raise InputError(f"cannot read the sizes of the model {name}: {_message(name, error)}") from error
-    slides = bool(kinds - {"full_attention"}) if kinds else bool(getattr(config, "sliding_window", None))
     return ModelFacts(
         shape=shape,
         kept=kept,
         positions=getattr(config, "max_position_embeddings", None) or 0,
         architecture=(whole.architectures or ["a model without an architecture"])[0],
-        unblended="its attention has a sliding window" if slides else _unmovable(config),
+        unblended=_unblended(config, kinds),
     )
 
 
-def _unmovable(config: Any) -> str:
-    try:
-        check_rope(getattr(config, "rope_parameters", None) or {})
-    except UnsupportedModel as error:
-        return str(error)
+def _unblended(config: Any, kinds: set[str]) -> str:
+    """Return why vLLM with lmc cannot blend a model, as far as its configuration says; empty if it may be blended."""
+    if getattr(config, "kv_lora_rank", None):
+        return "it has MLA instead of keys and values for each head"
+    if "full_attention" not in kinds if kinds else getattr(config, "sliding_window", None):
+        return "no layer attends to the whole prompt"
+    if getattr(config, "attn_logit_softcapping", None):
+        return "its attention has a soft cap of its logits"
+    if "mrope_section" in (getattr(config, "rope_parameters", None) or {}):
+        return "its tokens have several positions each (M-RoPE)"
     return ""
 
 

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from lmc.blend.canvas import KV
 from lmc.blend.segments import Placement
 from lmc.blend.selftest import (
-    DOCUMENT_POSITION,
+    DOCUMENT_TOKENS,
     PROMPT_TOKENS,
     QUESTION_SIZE,
     check,
@@ -28,25 +28,24 @@ def prove_model(model: Any, layers: DecoderLayers) -> None:
     """Raise `UnsupportedModel` if lmc's layers compute different keys, values or logits than the model itself."""
     if layers.positions < PROMPT_TOKENS:
         raise UnsupportedModel(f"the model accepts {layers.positions} tokens, but the self-test needs {PROMPT_TOKENS}")
-    tokens = random_prompt(layers.vocabulary)
     with torch.inference_mode():
-        (whole, wanted), (in_two, again), (alone, _) = (
+        tokens = random_prompt(layers.vocabulary, DenseCanvas(layers, [0], [], iter(())).attentions)
+        start = len(tokens) - DOCUMENT_TOKENS
+        (whole, wanted), (in_two, again), (alone, _), (repeated, _) = (
             _prefill(model, chunks)
-            for chunks in (
-                [tokens],
-                [tokens[:DOCUMENT_POSITION], tokens[DOCUMENT_POSITION:]],
-                [tokens[DOCUMENT_POSITION:]],
-            )
+            for chunks in ([tokens], [tokens[:start], tokens[start:]], [tokens[start:]], [tokens[:1] * len(tokens)])
         )
-        placement = Placement(at=DOCUMENT_POSITION, tokens=PROMPT_TOKENS - DOCUMENT_POSITION, first=0)
+        placement = Placement(at=start, tokens=DOCUMENT_TOKENS, first=0)
         parts = ((layer, [torch.stack(kv)]) for layer, kv in enumerate(alone))
         canvas = DenseCanvas(layers, tokens, [], iter(()))
-        prove(canvas, DenseCanvas(layers, tokens, [placement], parts), whole, in_two)
+        prove(canvas, DenseCanvas(layers, tokens, [placement], parts), whole, in_two, repeated)
         if layers.device.type == "cuda":  # Nothing is compiled for a CPU.
-            moved = Placement(at=DOCUMENT_POSITION, tokens=PROMPT_TOKENS - DOCUMENT_POSITION - QUESTION_SIZE, first=0)
+            moved = Placement(at=start, tokens=DOCUMENT_TOKENS - QUESTION_SIZE, first=0)
             stored = [torch.stack(kv)[:, : moved.tokens] for kv in alone]
             rehearse(
-                lambda: DenseCanvas(layers, tokens, [moved], ((layer, [kv]) for layer, kv in enumerate(stored))), moved
+                lambda: DenseCanvas(layers, tokens, [moved], ((layer, [kv]) for layer, kv in enumerate(stored))),
+                moved,
+                len(tokens),
             )
         check("logits", difference(canvas.logits, wanted), difference(again, wanted), wanted.dtype)
 

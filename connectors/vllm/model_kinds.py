@@ -9,9 +9,18 @@ from typing import Any
 
 from lmc.connectors.vllm import vllm_api
 
-# Architectures whose blend at ratio 1 equals the engine's own prefill, and the RoPE with which that was tested
-# (tests/engine/test_exact_and_blend.py: float32, CPU, logprobs within 1e-5). Gemma 2 and 3 were tested, and differ.
-PROVEN = {
+# Architectures whose blend at ratio 1 equals the engine's own prefill in lmc's tests, and with what it was tested
+# (tests/engine/test_exact_and_blend.py: float32, CPU, logprobs within 1e-5). Other architectures are blended, with a
+# warning, if they pass the self-test at start.
+TESTED = {
+    "Cohere2ForCausalLM": "windows with RoPE, full attention without",
+    "Exaone4ForCausalLM": "windows with RoPE, full attention without",
+    "Gemma3ForCausalLM": "windows, and a RoPE for each kind of layer",
+    "Glm4ForCausalLM": "partial, interleaved RoPE",
+    "Glm4MoeForCausalLM": "partial RoPE",
+    "GptOssForCausalLM": "windows, attention sinks, YaRN",
+    "GraniteForCausalLM": "plain RoPE",
+    "Llama4ForCausalLM": "chunks with RoPE, full attention without",
     "LlamaForCausalLM": "plain, llama3 and YaRN RoPE",
     "MistralForCausalLM": "without a sliding window",
     "MixtralForCausalLM": "plain RoPE",

@@ -67,6 +67,15 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 1024}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 512,
+    "short_factor": [1.0] * 12,
+    "long_factor": [1.0 + i / 4 for i in range(12)],
+}
+WINDOWED = ["sliding_attention"] * 3 + ["full_attention"]
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {"head_dim": 32}),
     "llama3": (transformers.LlamaConfig, {"head_dim": 32, "rope_parameters": LLAMA3}),
@@ -112,6 +121,71 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
     ),
+    "gptoss": (
+        transformers.GptOssConfig,
+        {
+            "head_dim": 64,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 128,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        },
+    ),
+    "cohere2": (
+        transformers.Cohere2Config,
+        {"head_dim": 32, "sliding_window": 128, "layer_types": WINDOWED},
+    ),
+    "exaone4": (
+        transformers.Exaone4Config,
+        {"head_dim": 32, "sliding_window": 128, "sliding_window_pattern": 4, "layer_types": WINDOWED},
+    ),
+    "llama4": (
+        transformers.Llama4TextConfig,
+        {
+            "head_dim": 32,
+            "intermediate_size_mlp": 512,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": 128,
+            "no_rope_layers": [1, 1, 1, 0],
+            "interleave_moe_layer_step": 2,
+        },
+    ),
+    "glm4": (transformers.Glm4Config, {"head_dim": 32, "partial_rotary_factor": 0.5, "attention_bias": True}),
+    "glm4moe": (
+        transformers.Glm4MoeConfig,
+        {
+            "head_dim": 32,
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": True,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "granite": (
+        transformers.GraniteConfig,
+        {
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 2.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "longrope": (
+        transformers.Phi3Config,
+        {"original_max_position_embeddings": 512, "rope_parameters": LONGROPE},
+    ),
+    "gemma2": (
+        transformers.Gemma2Config,
+        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128},
+    ),
+    "mistralwindow": (transformers.MistralConfig, {"head_dim": 32, "sliding_window": 128}),
     "lfm2": (
         transformers.Lfm2Config,
         {

@@ -192,7 +192,7 @@ def last_logits(lab, canvas, length: int) -> torch.Tensor:
 
         def attention(query, write, own, layer=layer):
             write()
-            return canvas.kernels.attend(query, canvas.context(layer, length, nothing), last, canvas.scale)
+            return canvas.kernels.attend(query, canvas.context(layer, length, nothing), last, canvas.attentions[layer])
 
         (batch,) = canvas.batches(rows)
         canvas.run(layer, rows, batch, attention)

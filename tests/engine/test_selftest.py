@@ -23,7 +23,7 @@ def lab(models, shared_engine):
 def prove(lab) -> None:
     """As at the start of the engine, in whose pages nothing is kept now."""
     lab.settle()
-    prove_model(layers_of_lmc(), SIZES["vocab_size"], 1000)
+    prove_model(layers_of_lmc(), SIZES["vocab_size"], 1000, 2048)
 
 
 def test_a_right_model_passes(lab):
@@ -73,7 +73,7 @@ def test_a_wrong_mask_and_a_wrong_slot_are_found(lab, monkeypatch, fault):
 
 def test_a_rotation_that_turns_the_wrong_way_is_found(lab, monkeypatch):
     rotate = place.rotate
-    monkeypatch.setattr(place, "rotate", lambda keys, turn, out, **more: rotate(keys, (turn[0], -turn[1]), out, **more))
+    monkeypatch.setattr(place, "rotate", lambda keys, turn, out: rotate(keys, turn._replace(sin=-turn.sin), out))
     with pytest.raises(UnsupportedModel, match="differ from the model's"):
         prove(lab)
 

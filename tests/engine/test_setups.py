@@ -19,7 +19,7 @@ PLAIN = words(700, 9)
 OFF = "blending is off; the log of the engine's start says why"
 # Family, engine options, the reason that is logged
 ENGINES = {
-    "sliding windows": ("gemma3", {}, "Gemma3ForCausalLM has not been tested"),
+    "sliding windows": ("gemma3", {}, "no layer attends to the whole prompt"),
     "quantised KV": ("llama", {"kv_cache_dtype": "fp8"}, "its KV cache is quantised"),
     "LoRA": ("llama", {"enable_lora": True, "max_lora_rank": 8}, "LoRA is enabled"),
 }

@@ -3,6 +3,7 @@
 import torch
 
 from lmc.blend.canvas import Canvas, Paged, dense
+from lmc.blend.rope import Turn
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}  # The interpreter computes products of bfloat16 wrongly.
 # Memory orders are handled before numbers are read, so one is enough for the other type of numbers.
@@ -52,8 +53,8 @@ class OneLayer(Canvas):
     depth = 1
     device = torch.device("cpu")
 
-    def __init__(self, pages: Paged, *, rotated: int, interleaved: bool) -> None:
-        self._pages, self._half, self.interleaved = pages, rotated // 2, interleaved
+    def __init__(self, pages: Paged, *, rotated: int, interleaved: bool = False) -> None:
+        self._pages, self._half, self._interleaved = pages, rotated // 2, interleaved
 
     def slots(self, positions):
         return slots_of(self._pages, positions)
@@ -72,4 +73,4 @@ class OneLayer(Canvas):
 
     def turn(self, old, new):
         angles = (new - old)[:, None] * FREQUENCIES[: self._half]
-        return angles.cos(), angles.sin()
+        return Turn(angles.cos(), angles.sin(), self._interleaved)

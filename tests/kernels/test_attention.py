@@ -1,5 +1,7 @@
 """Attention of scattered queries over pages, and what they pay to each key."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from amount import cases, mostly_long
@@ -7,6 +9,7 @@ from pages import LAYOUTS, TOLERANCE, as_dense, pages_of
 
 from lmc.blend.kernels import attention, attention_triton
 from lmc.blend.kernels.attention_triton import tile
+from lmc.blend.layer_attention import LayerAttention
 
 SHAPES = [  # KV heads, query heads of each, head dim, tokens of a block
     (2, 1, 64, 16),
@@ -24,7 +27,7 @@ def problem(shape: tuple[int, ...], dtype: torch.dtype, layout: str, count: int 
     pages = pages_of(heads, dim, size, length, dtype, layout)
     positions = torch.randperm(length - 2)[: count - 2].sort().values + 1
     positions = torch.cat((torch.tensor([0]), positions, torch.tensor([length - 1])))
-    return torch.randn(count, heads * group, dim).to(dtype), pages, positions, dim**-0.5
+    return torch.randn(count, heads * group, dim).to(dtype), pages, positions, LayerAttention(scale=dim**-0.5)
 
 
 def shared(monkeypatch, share: int = 16) -> None:
@@ -43,10 +46,36 @@ KEPT = [case for case in CASES if case[0] == SHAPES[1] or (case[0] == SHAPES[2] 
 
 @pytest.mark.parametrize(("shape", "dtype", "layout"), cases(CASES, *KEPT), ids=str)
 def test_outputs_are_those_of_torch(shape, dtype, layout):
-    query, pages, positions, scale = problem(shape, dtype, layout)
-    wanted = attention.attend(query, pages, positions, scale)
-    assert agree(attention_triton.attend(query, pages, positions, scale), wanted, dtype)
-    assert agree(attention_triton.attend(query, as_dense(pages, 150), positions, scale), wanted, dtype)
+    query, pages, positions, layer = problem(shape, dtype, layout)
+    wanted = attention.attend(query, pages, positions, layer)
+    assert agree(attention_triton.attend(query, pages, positions, layer), wanted, dtype)
+    assert agree(attention_triton.attend(query, as_dense(pages, 150), positions, layer), wanted, dtype)
+
+
+SIGHTS = [{"window": 1}, {"window": 40}, {"chunk": 37}, {"window": 200}, {}]
+
+
+@pytest.mark.parametrize("share", [16, 512])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("sight", SIGHTS, ids=str)
+def test_windows_chunks_and_sinks_are_those_of_torch(monkeypatch, sight, sinks, share):
+    """Also if several programs share the keys, of which a window hides all from some."""
+    shared(monkeypatch, share)
+    query, pages, positions, layer = problem((2, 4, 64, 16), torch.float32, "HND")
+    layer = replace(layer, sinks=torch.randn(8) if sinks else None, **sight)
+    present = torch.rand(150) < 0.7
+    present[positions] = True
+    assert agree(
+        attention_triton.attend(query, pages, positions, layer),
+        attention.attend(query, pages, positions, layer),
+        torch.float32,
+    )
+    for over_heads in ("mean", "max"):
+        wanted, found = (
+            one.attend_and_score(query, pages, positions, layer, present, over_heads)
+            for one in (attention, attention_triton)
+        )
+        assert all(agree(one, other, torch.float32) for one, other in zip(found, wanted, strict=True))
 
 
 def over_heads_of(case):
@@ -58,7 +87,7 @@ def over_heads_of(case):
     ("shape", "dtype", "layout", "over_heads"), cases(map(over_heads_of, CASES), *map(over_heads_of, KEPT)), ids=str
 )
 def test_scores_are_those_of_torch_and_absent_keys_get_none(shape, dtype, layout, over_heads):
-    query, pages, positions, scale = problem(shape, dtype, layout)
+    query, pages, positions, layer = problem(shape, dtype, layout)
     present = torch.rand(150) < 0.7
     present[positions] = True
     for one in pages[:2]:  # What was never computed may be anything.
@@ -67,9 +96,9 @@ def test_scores_are_those_of_torch_and_absent_keys_get_none(shape, dtype, layout
         one[pages.table[absent // size].long(), :, absent % size] = torch.nan
     keys, values = as_dense(pages, 150)
     wanted = attention.attend_and_score(
-        query, (keys.nan_to_num(), values.nan_to_num()), positions, scale, present, over_heads
+        query, (keys.nan_to_num(), values.nan_to_num()), positions, layer, present, over_heads
     )
-    found = attention_triton.attend_and_score(query, pages, positions, scale, present, over_heads)
+    found = attention_triton.attend_and_score(query, pages, positions, layer, present, over_heads)
     for one, other in zip(found, wanted, strict=True):
         assert agree(one, other, dtype)
     assert not found[1][~present].any()
@@ -78,11 +107,11 @@ def test_scores_are_those_of_torch_and_absent_keys_get_none(shape, dtype, layout
 @pytest.mark.parametrize("count", mostly_long([1, 16, 70, 130], 1, 70))
 def test_any_number_of_queries_is_answered_and_scores(count):
     """More rows than a program takes, and fewer."""
-    query, pages, positions, scale = problem((1, 3, 64, 16), torch.float32, "HND", max(count, 2))
+    query, pages, positions, layer = problem((1, 3, 64, 16), torch.float32, "HND", max(count, 2))
     query, positions = query[-count:], positions[-count:]
     present = torch.ones(150, dtype=torch.bool)
-    wanted = attention.attend_and_score(query, pages, positions, scale, present, "mean")
-    found = attention_triton.attend_and_score(query, pages, positions, scale, present, "mean")
+    wanted = attention.attend_and_score(query, pages, positions, layer, present, "mean")
+    found = attention_triton.attend_and_score(query, pages, positions, layer, present, "mean")
     for one, other in zip(found, wanted, strict=True):
         assert agree(one, other, torch.float32)
 
@@ -103,20 +132,20 @@ def test_any_number_of_queries_is_answered_and_scores(count):
 )
 def test_programs_that_share_keys_and_tokens_find_the_same(monkeypatch, count, dtype, over_heads):
     """Some rows see nothing of the last shares, and nobody sees anything of the one whose tokens are absent."""
-    query, pages, positions, scale = problem((2, 3, 64, 16), dtype, "NHD", count)
+    query, pages, positions, layer = problem((2, 3, 64, 16), dtype, "NHD", count)
     present = torch.ones(150, dtype=torch.bool)
     present[30:80] = False
     present[positions] = True
-    wanted = attention.attend_and_score(query, pages, positions, scale, present, over_heads)
-    alone = attention_triton.attend_and_score(query, pages, positions, scale, present, over_heads)
+    wanted = attention.attend_and_score(query, pages, positions, layer, present, over_heads)
+    alone = attention_triton.attend_and_score(query, pages, positions, layer, present, over_heads)
     shared(monkeypatch)
     assert attention_triton.shares(1, 150) == 9
-    together = attention_triton.attend_and_score(query, pages, positions, scale, present, over_heads)
+    together = attention_triton.attend_and_score(query, pages, positions, layer, present, over_heads)
     for found in (alone, together):
         for one, other in zip(found, wanted, strict=True):
             assert agree(one, other, dtype)
-    wanted = attention.attend(query, pages, positions, scale)
-    assert agree(attention_triton.attend(query, pages, positions, scale), wanted, dtype)
+    wanted = attention.attend(query, pages, positions, layer)
+    assert agree(attention_triton.attend(query, pages, positions, layer), wanted, dtype)
 
 
 def test_keys_are_shared_where_rows_are_few_and_keys_many():
@@ -127,24 +156,24 @@ def test_keys_are_shared_where_rows_are_few_and_keys_many():
 
 
 def test_queries_may_be_a_part_of_a_larger_tensor():
-    query, pages, positions, scale = problem((2, 4, 64, 16), torch.float32, "NHD")
+    query, pages, positions, layer = problem((2, 4, 64, 16), torch.float32, "NHD")
     wider = torch.randn(23, 24, 64)
     wider[:, 8:16] = query
-    wanted = attention.attend(query, pages, positions, scale)
-    assert agree(attention_triton.attend(wider[:, 8:16], pages, positions, scale), wanted, torch.float32)
-    score = (pages, positions, scale, torch.ones(150, dtype=torch.bool), "mean")
+    wanted = attention.attend(query, pages, positions, layer)
+    assert agree(attention_triton.attend(wider[:, 8:16], pages, positions, layer), wanted, torch.float32)
+    score = (pages, positions, layer, torch.ones(150, dtype=torch.bool), "mean")
     _, scores = attention_triton.attend_and_score(wider[:, 8:16], *score)
     assert agree(scores, attention.attend_and_score(query, *score)[1], torch.float32)
 
 
 def test_a_later_key_changes_no_earlier_row():
-    query, pages, positions, scale = problem((2, 4, 64, 16), torch.float32, "HND")
+    query, pages, positions, layer = problem((2, 4, 64, 16), torch.float32, "HND")
     for late in (positions[-1], positions[5] + 1, positions[0] + 1):
-        before = attention_triton.attend(query, pages, positions, scale)
+        before = attention_triton.attend(query, pages, positions, layer)
         size = pages.keys.shape[2]
         pages.keys[pages.table[late // size], :, late % size] = 1e4
         pages.values[pages.table[late // size], :, late % size] = 1e4
-        after = attention_triton.attend(query, pages, positions, scale)
+        after = attention_triton.attend(query, pages, positions, layer)
         earlier = positions < late
         assert torch.equal(after[earlier], before[earlier])
         assert not torch.equal(after[~earlier], before[~earlier])
@@ -152,11 +181,11 @@ def test_a_later_key_changes_no_earlier_row():
 
 def test_large_logits_in_half_precision_do_not_overflow():
     """Keys of Qwen2 are that large."""
-    query, pages, positions, scale = problem((1, 4, 64, 16), torch.float16, "NHD")
+    query, pages, positions, layer = problem((1, 4, 64, 16), torch.float16, "NHD")
     pages.keys[..., 0], query[..., 0] = 300, 300
     present = torch.ones(150, dtype=torch.bool)
-    wanted = attention.attend_and_score(query, pages, positions, scale, present, "max")
-    found = attention_triton.attend_and_score(query, pages, positions, scale, present, "max")
+    wanted = attention.attend_and_score(query, pages, positions, layer, present, "max")
+    found = attention_triton.attend_and_score(query, pages, positions, layer, present, "max")
     for one, other in zip(found, wanted, strict=True):
         assert one.isfinite().all()
         assert (one.float() - other.float()).abs().max() <= 0.02  # Logits of 11,000 have an error of 0.004 in float32.
@@ -175,10 +204,10 @@ LARGE = [(group, dim, dtype) for group, dim in ((4, 256), (32, 128), (71, 64)) f
 def test_large_heads_and_large_groups(group, dim, dtype):
     """A program has at least the queries of one token."""
     shape = (1, group, dim, 16)
-    query, pages, positions, scale = problem(shape, dtype, "NHD")
+    query, pages, positions, layer = problem(shape, dtype, "NHD")
     present = torch.ones(150, dtype=torch.bool)
-    wanted = attention.attend_and_score(query, pages, positions, scale, present, "mean")
+    wanted = attention.attend_and_score(query, pages, positions, layer, present, "mean")
     for one, other in zip(
-        attention_triton.attend_and_score(query, pages, positions, scale, present, "mean"), wanted, strict=True
+        attention_triton.attend_and_score(query, pages, positions, layer, present, "mean"), wanted, strict=True
     ):
         assert agree(one, other, dtype)

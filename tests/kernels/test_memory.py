@@ -47,7 +47,7 @@ def layers(monkeypatch):
     monkeypatch.setattr(paged.Attention, "head_size", 128)
     # The engine's own attention, for rows without a gap.
     monkeypatch.setattr(paged.Implementation, "forward", lambda *given: None)
-    monkeypatch.setattr(NativeLayers, "_metadata", lambda self, batch: None)
+    monkeypatch.setattr(NativeLayers, "_metadata", lambda self, batch, backend: None)
     monkeypatch.setattr(
         "lmc.connectors.vllm.worker.tensor_parallel.get_tp_group", lambda: SimpleNamespace(world_size=1)
     )

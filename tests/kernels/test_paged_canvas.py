@@ -14,6 +14,8 @@ pytest.importorskip("vllm")
 
 from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.kernels.choice import TORCH, kernels_of
+from lmc.blend.layer_attention import LayerAttention
+from lmc.blend.rope import Rotation
 from lmc.blend.strategies import RecomputePolicy
 from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.messages import BlendJob
@@ -65,14 +67,16 @@ class Implementation:
         raise AssertionError("the engine's own attention was called for scattered rows")
 
 
-class Layer:
+class Layer(torch.nn.Module):
     """A decoder layer without anything but projections and attention. What lmc does in its attention is counted."""
 
     def __init__(self, counting) -> None:
+        super().__init__()
         self.attention, self._counting = Attention(counting), counting
         self.weights = torch.randn(HIDDEN, HIDDEN + 2 * HEADS * DIM) / HIDDEN**0.5
 
-    def __call__(self, positions, states, residual):
+    def forward(self, positions, hidden_states, residual):
+        states = hidden_states
         with self._counting(False):
             projected = (states @ self.weights).split([HIDDEN, HEADS * DIM, HEADS * DIM], dim=-1)
             return states + self.attention(*projected), states if residual is None else residual
@@ -92,13 +96,13 @@ class FewLayers(NativeLayers):
                 layer.weights = layer.weights.to("meta")
         self.attention = [layer.attention for layer in self._layers]
         self.access = [TokenAccess(one, cache, kernels) for one, cache in zip(self.attention, caches, strict=True)]
-        self.kernels, self.device, self.scale = self.access[0].kernels, torch.device("cpu"), DIM**-0.5
+        self.kernels, self.device = self.access[0].kernels, torch.device("cpu")
         self.block_size, self._ratio, self.most_runs = BLOCK * ratio, ratio, 1 << 30
         angles = torch.arange(2 * length)[:, None] * 0.8 ** torch.arange(DIM // 2)
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1)
-        self._rope = SimpleNamespace(cos_sin_cache=table, is_neox_style=True)
+        rotation = Rotation(angles.cos(), angles.sin())
+        self.attentions = [LayerAttention(scale=DIM**-0.5, rotation=rotation)] * len(caches)
         self.shape = KVShape(layers=3, kv_heads=HEADS, head_dim=DIM, dtype=torch.float32)
-        self._decoder = SimpleNamespace(embed_input_ids=lambda tokens: embedding[tokens])
+        self._takes_residual = True
 
         def model(tokens: torch.Tensor, positions: torch.Tensor) -> None:
             """As the engine has compiled it: no layer is called by lmc."""
@@ -110,7 +114,7 @@ class FewLayers(NativeLayers):
         model.config = SimpleNamespace(hidden_size=HIDDEN)
         self._model = model
 
-    def _context(self, batch, **options):
+    def _context(self, count, **options):
         return nullcontext()
 
 
@@ -163,7 +167,7 @@ def attending(canvas, layer, positions):
 
     def attention(query, write, own):
         write()
-        return canvas.kernels.attend(query, canvas.context(layer, LENGTH, nothing), positions, canvas.scale)
+        return canvas.kernels.attend(query, canvas.context(layer, LENGTH, nothing), positions, canvas.attentions[layer])
 
     return attention
 
@@ -397,28 +401,41 @@ def test_the_backend_has_buffers_for_the_runs_that_go_to_it_and_no_more(monkeypa
     """FlashInfer's builder takes 4 bytes for each request and page: 4096 of 128k tokens are 134 MB."""
     monkeypatch.setenv("LMC_KERNELS", kernels)
     made, scheduler = [], SimpleNamespace(max_num_seqs=256)
-    backend = SimpleNamespace(
-        get_name=lambda: "FLASHINFER", get_builder_cls=lambda: lambda spec, names, own, device: made.append(own)
-    )
+
+    def builder(spec, names, own, device):
+        made.append(own)
+
+    backend = type("Backend", (), {"get_name": lambda: "FLASHINFER", "get_builder_cls": lambda: builder})
     for name, one in (
         ("Attention", Attention),
+        ("FullAttentionSpec", SimpleNamespace),
         ("set_current_vllm_config", nullcontext),
+        ("set_forward_context", lambda **named: nullcontext()),
         ("CUDAGraphMode", SimpleNamespace(NONE="none")),
     ):
         monkeypatch.setitem(vars(vllm_api), name, one)
     for name, one in (("attn_backend", backend), ("sliding_window", None)):
         monkeypatch.setattr(Attention, name, one, raising=False)
     monkeypatch.setattr(Implementation, "scale", 1.0, raising=False)
-    rope = SimpleNamespace(cos_sin_cache=torch.zeros(10, DIM), is_neox_style=True)
-    layer = SimpleNamespace(modules=lambda: [Attention(lambda on: nullcontext()), rope])
-    model = type("LlamaForCausalLM", (), {"config": SimpleNamespace(), "model": SimpleNamespace(layers=[layer])})()
+    layer, embedding = Layer(lambda on: nullcontext()), torch.randn(100, HIDDEN)
+    monkeypatch.setattr(Layer, "modules", lambda self: [self.attention])
+
+    class Model:
+        """A model of one layer."""
+
+        config, model = SimpleNamespace(), SimpleNamespace(layers=[layer])
+
+        def __call__(self, tokens, positions):
+            return layer(positions, embedding[tokens], None)
+
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
+        model_config=SimpleNamespace(uses_mrope=False, max_model_len=10),
         scheduler_config=scheduler, compilation_config=SimpleNamespace(cudagraph_mode="full"),
     )  # fmt: skip
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK), layer_names=["layer"])
     caches = {"layer": torch.zeros(4, HEADS, BLOCK, 2 * DIM)}
-    layers = NativeLayers(model, config, SimpleNamespace(kv_cache_groups=[group], num_blocks=4), caches)
+    layers = NativeLayers(Model(), config, SimpleNamespace(kv_cache_groups=[group], num_blocks=4), caches)
     assert layers.kernels.in_pages == (kernels == "triton")
     assert [one.scheduler_config.max_num_seqs for one in made] == [requests]
     assert (scheduler.max_num_seqs, made[0].compilation_config.cudagraph_mode) == (256, "none")

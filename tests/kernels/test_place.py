@@ -8,13 +8,14 @@ from test_copies import execute
 
 from lmc.blend.canvas import Paged
 from lmc.blend.kernels import place, place_triton
+from lmc.blend.rope import UNROTATED, Turn
 
 SHAPES = [(2, 64, 16, 64), (1, 80, 16, 80), (3, 96, 32, 48), (2, 128, 16, 128), (1, 128, 8, 32)]  # H, D, N, R
 STARTS = (3, 40, 41, 90)  # of documents, the third of which is empty
 COUNTS = (30, 1, 0, 45)
 
 
-def problem(shape, dtype, layout="NHD"):
+def problem(shape, dtype, layout="NHD", *, interleaved=False):
     """Pages, stored parts of documents, and where they go."""
     heads, dim, size, rotated = shape
     torch.manual_seed(sum(shape))
@@ -22,7 +23,7 @@ def problem(shape, dtype, layout="NHD"):
     parts = [torch.randn(2, count + 3, heads, dim).to(dtype)[:, 2 : 2 + count] for count in COUNTS]
     new = torch.cat([torch.arange(start, start + count) for start, count in zip(STARTS, COUNTS, strict=True)])
     old = torch.cat([torch.arange(count) for count in COUNTS])
-    canvas = OneLayer(pages, rotated=rotated, interleaved=False)
+    canvas = OneLayer(pages, rotated=rotated, interleaved=interleaved)
     return pages, parts, canvas.turn(old, new), new
 
 
@@ -36,11 +37,20 @@ def agree(found: Paged, wanted: Paged, dtype: torch.dtype) -> bool:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", mostly_long(SHAPES, *SHAPES[2:]), ids=str)
 def test_what_is_placed_is_what_torch_places(shape, dtype, interleaved, layout):
-    pages, parts, turn, new = problem(shape, dtype, layout)
+    pages, parts, turn, new = problem(shape, dtype, layout, interleaved=interleaved)
     slots, wanted = slots_of(pages, new), copied(pages)
-    place.place(parts, turn, slots, wanted, interleaved=interleaved)
-    place_triton.place(parts, turn, slots, pages, interleaved=interleaved)
+    place.place(parts, turn, slots, wanted)
+    place_triton.place(parts, turn, slots, pages)
     assert agree(pages, wanted, dtype)
+
+
+def test_keys_of_a_layer_without_positions_are_placed_as_they_are():
+    pages, parts, _, new = problem(SHAPES[1], torch.float32)
+    slots, wanted, unrotated = slots_of(pages, new), copied(pages), UNROTATED.turn(new, new)
+    place.place(parts, unrotated, slots, wanted)
+    place_triton.place(parts, unrotated, slots, pages)
+    assert torch.equal(pages.keys, wanted.keys)
+    assert torch.equal(place.gather(pages, slots)[0], torch.cat([part[0] for part in parts]))
 
 
 def test_bfloat16_is_placed():
@@ -56,7 +66,7 @@ def test_bfloat16_is_placed():
 def test_what_does_not_move_keeps_its_bits_and_the_rest_keeps_its_own():
     pages, parts, _, new = problem(SHAPES[1], torch.float32)
     before, slots = copied(pages), slots_of(pages, new)
-    still = torch.ones(len(new), 40), torch.zeros(len(new), 40)
+    still = Turn(torch.ones(len(new), 40), torch.zeros(len(new), 40))
     place_triton.place(parts, still, slots, pages)
     assert torch.equal(place.gather(pages, slots), torch.cat(parts, dim=1))
     others = torch.ones(pages.keys.shape[0] * 16, dtype=torch.bool)
@@ -105,7 +115,7 @@ def test_a_head_may_lie_behind_two_thousand_million_numbers(tmp_path):
     keys, values = (raw[at:].as_strided((4, heads, size, dim), (2 * size * dim, apart, 2 * dim, 1)) for at in (0, dim))
     pages, slots = Paged(keys, values, torch.arange(4, dtype=torch.int32)), torch.tensor([5, 40, 63])
     part = torch.randn(2, 3, heads, dim).half()
-    still = torch.ones(3, dim // 2), torch.zeros(3, dim // 2)
+    still = Turn(torch.ones(3, dim // 2), torch.zeros(3, dim // 2))
     place_triton.place([part], still, slots, pages)
     assert torch.equal(place.gather(pages, slots), part)
     assert torch.equal(place_triton.gather(pages, slots), part)
@@ -114,7 +124,7 @@ def test_a_head_may_lie_behind_two_thousand_million_numbers(tmp_path):
 def test_nothing_is_placed():
     pages, _, turn, new = problem(SHAPES[0], torch.float32)
     before = copied(pages)
-    place_triton.place([], (turn[0][:0], turn[1][:0]), new[:0], pages)
+    place_triton.place([], Turn(turn.cos[:0], turn.sin[:0]), new[:0], pages)
     assert agree(pages, before, torch.float32)
 
 

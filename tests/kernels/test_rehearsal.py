@@ -9,7 +9,7 @@ from watching import KERNELS, watch_kernels
 from lmc.blend import selftest
 from lmc.blend.kernels import attention_triton
 from lmc.blend.segments import Placement
-from lmc.blend.selftest import DOCUMENT_POSITION, PROMPT_TOKENS, QUESTION_SIZE, rehearse
+from lmc.blend.selftest import DOCUMENT_TOKENS, PROMPT_TOKENS, QUESTION_SIZE, rehearse
 from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.layers import DecoderLayers
 
@@ -21,7 +21,7 @@ def test_a_rehearsal_runs_every_kernel(monkeypatch, layers):
     monkeypatch.setattr(selftest, "LONGEST", 120)
     monkeypatch.setattr(attention_triton, "SHARE", 16)
     watch, model = watch_kernels(monkeypatch), DecoderLayers(random_model(layers=layers))
-    document = Placement(at=DOCUMENT_POSITION, tokens=PROMPT_TOKENS - DOCUMENT_POSITION - QUESTION_SIZE, first=0)
+    document = Placement(at=PROMPT_TOKENS - DOCUMENT_TOKENS, tokens=DOCUMENT_TOKENS - QUESTION_SIZE, first=0)
     part = torch.randn(2, document.tokens, model.shape.kv_heads, model.shape.head_dim)
 
     def canvas():
@@ -42,7 +42,7 @@ def test_a_rehearsal_runs_every_kernel(monkeypatch, layers):
 
     monkeypatch.setattr(attention_triton, "_paid", Noted())
     with torch.inference_mode():
-        rehearse(canvas, document)
+        rehearse(canvas, document, PROMPT_TOKENS)
     assert scored == {(False, False), (False, True), (True, False), (True, True)}
     launched, names = set(watch.launched), {name for _, name in KERNELS}
     of_later_layers = {"_deviation", "_rotated", "_mean", "_alike", "_changes", "_correct"}

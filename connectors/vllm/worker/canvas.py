@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from lmc.blend.canvas import KV, Attention, Paged, positions_of
-from lmc.blend.rope import Turn, turn_between
+from lmc.blend.layer_attention import LayerAttention
 from lmc.blend.staging import Staging
 from lmc.connectors.vllm.messages import BlendJob
 from lmc.connectors.vllm.worker.native import NativeLayers, PagedRows, RowBatch
@@ -51,15 +51,17 @@ class PagedCanvas:
         `part` and `arrived` give access to the stored parts of the job; on a GPU, the parts are copied on `stream`.
         `loads` loads the job's exact pages.
         """
-        self.depth, self.device, self.scale, self.arrived = layers.depth, layers.device, layers.scale, arrived
-        self.interleaved, self.kernels = layers.interleaved, layers.kernels
+        self.depth, self.device, self.arrived = layers.depth, layers.device, arrived
+        self.attentions: Sequence[LayerAttention] = layers.attentions
+        self.kernels = layers.kernels
         self._layers, self._job, self._batch_rows, self._part = layers, job, batch_rows, part
         self.call_cost, self.compiled = call_cost(self.device), batch_rows.through > 0
         self._tokens = torch.tensor(job.tokens, device=self.device)
         self._blocks = torch.tensor(job.blocks, device=self.device)
         self._kernel_blocks = layers.kernel_blocks(self._blocks).to(torch.int32)
         old, new = positions_of(job.documents, self.device)
-        self._stored, self._turn = self.slots(new), self.turn(old, new)
+        self._stored = self.slots(new)
+        self._turns = {rotation: rotation.turn(old, new) for rotation in {one.rotation for one in self.attentions}}
         self._loads, self._place_cost = loads, len(self._stored) // COPY_COST + 1
         if loads is not None:
             self._place_cost += loads.cost
@@ -76,13 +78,13 @@ class PagedCanvas:
             self._loads.finish(layer)
         if self._staging is not None:
             with self._staging.parts(layer) as parts:
-                self._place([parts], self._stored, self.paged(layer))
+                self._place(layer, [parts], self._stored, self.paged(layer))
         elif self.kernels.in_pages:
-            self._place(self._parts(layer), self._stored, self.paged(layer))
+            self._place(layer, self._parts(layer), self._stored, self.paged(layer))
         else:  # Only the backend's own writer knows the layout; it is called once.
             keys, values = self._unplaced()
             beside = torch.arange(len(self._stored), device=self.device)
-            self._place(self._parts(layer), beside, Paged.of((keys.transpose(0, 1), values.transpose(0, 1))))
+            self._place(layer, self._parts(layer), beside, Paged.of((keys.transpose(0, 1), values.transpose(0, 1))))
             self.write(layer, self._stored, keys, values)
         ahead = [copies for copies in (self._loads, self._staging) if copies is not None]
         if ahead and layer + 1 < self.depth and self.arrived(layer + 1):
@@ -90,8 +92,8 @@ class PagedCanvas:
                 copies.begin(layer + 1)
         return self._place_cost
 
-    def _place(self, parts: Sequence[torch.Tensor], slots: torch.Tensor, into: Paged) -> None:
-        self.kernels.place(parts, self._turn, slots, into, interleaved=self.interleaved)
+    def _place(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor, into: Paged) -> None:
+        self.kernels.place(parts, self._turns[self.attentions[layer].rotation], slots, into)
 
     def _parts(self, layer: int) -> list[torch.Tensor]:
         """Return the stored parts of a layer, `[K, T, H, D]` for each piece."""
@@ -143,10 +145,6 @@ class PagedCanvas:
     def paged(self, layer: int) -> Paged:
         """Return the pages of a layer, with this prompt's blocks."""
         return self._layers.access[layer].pages._replace(table=self._kernel_blocks)
-
-    def turn(self, old: torch.Tensor, new: torch.Tensor) -> Turn:
-        """Return cos and sin `[T, R/2]` from the model's own table, which is the same in every layer."""
-        return turn_between(self._layers.angles(old), self._layers.angles(new))
 
     def context(self, layer: int, stop: int, absent: torch.Tensor) -> KV | Paged:
         """Return the pages, or copies `[H, stop, D]` of whole pages in which the `absent` tokens are zero."""

@@ -43,4 +43,7 @@ def memory_for(layers: NativeLayers, job: BlendJob) -> int:
     of_document = 2 * MOST_EXAMPLES**2 + shape.kv_heads * shape.head_dim
     weights = (stored * MOST_EXAMPLES + len(job.documents) * of_document) * torch.float32.itemsize
     scores = layers.depth * tokens * torch.float32.itemsize
-    return UNUSED_BYTES + staged + weights + scores + KV * tokens * layers.width * shape.dtype.itemsize
+    # For each RoPE: cos and sin of the rotations that place documents, and that move keys to position 0 and back.
+    rotations = {attention.rotation for attention in layers.attentions}
+    turns = 3 * len(rotations) * stored * shape.head_dim * torch.float32.itemsize
+    return UNUSED_BYTES + staged + weights + scores + turns + KV * tokens * layers.width * shape.dtype.itemsize

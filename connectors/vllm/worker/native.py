@@ -2,14 +2,15 @@
 
 Each run of consecutive rows goes to the attention backend as a separate request. It has the same block table, one query
 per row, and a context up to the run's last row. So the mask is exact, and backend, window and scale are the engine's.
-The layer itself writes the rows' keys and values into the pages. This was verified for the architectures in `PROVEN`,
-and a self-test at start (`selftest.py`) verifies the loaded model.
+The layer itself writes the rows' keys and values into the pages. A self-test at start (`selftest.py`) verifies this
+for the loaded model.
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -17,15 +18,16 @@ import torch
 
 from lmc.blend.canvas import Attention, writes_and_attends
 from lmc.blend.kernels.choice import kernels_of
-from lmc.blend.rope import Turn, check_rope
+from lmc.blend.layer_attention import LayerAttention
+from lmc.blend.rope import UNROTATED, Rotation
 from lmc.connectors.vllm import vllm_api
-from lmc.connectors.vllm.model_kinds import PROVEN
 from lmc.connectors.vllm.worker.paged import TokenAccess
 from lmc.connectors.vllm.worker.streams import sent
 from lmc.engine.identity import rope_name
 from lmc.errors import UnsupportedModel
 from lmc.shapes import KVShape
 
+PASSED = {"positions", "hidden_states", "residual"}  # what lmc can pass to a layer
 MOST_RUNS = 4096  # maximal number of runs in a batch for a GPU backend, which allocates buffers for them
 
 
@@ -39,7 +41,8 @@ class RowBatch:
 
     rows: slice
     common: vllm_api.CommonAttentionMetadata
-    metadata: Any = None  # metadata of the attention backend, built from `common`
+    # Metadata by attention backend, built from `common`.
+    metadata: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -58,9 +61,6 @@ class NativeLayers:
 
     def __init__(self, model: Any, config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor]) -> None:
         """Examine the model. Raises `UnsupportedModel` with the reason if it cannot be blended exactly."""
-        architecture = type(model).__name__
-        if architecture not in PROVEN:
-            raise UnsupportedModel(f"{architecture} has not been tested (tested: {', '.join(PROVEN)})")
         parallel = config.parallel_config
         if parallel.pipeline_parallel_size > 1:
             raise UnsupportedModel("its layers are on several pipeline stages")
@@ -70,31 +70,32 @@ class NativeLayers:
             )
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise UnsupportedModel("its layers use several kinds of KV cache")
-        parameters = getattr(model.config, "rope_parameters", None) or {"rope_type": "default"}
-        check_rope(parameters)
-        self.rope = rope_name(parameters)
-        self._config, self._model, self._decoder = config, model, model.model
-        self._layers = list(self._decoder.layers)
-        # Whether the engine has compiled the model as a whole. Compilation has then ended before this point.
-        self.compiled = not getattr(self._decoder, "do_not_compile", True)
+        if config.model_config.uses_mrope:
+            raise UnsupportedModel("its tokens have several positions each (M-RoPE)")
+        group = kv_cache_config.kv_cache_groups[0]
+        spec = group.kv_cache_spec
+        if not isinstance(spec, vllm_api.FullAttentionSpec):
+            # The mask would be correct, but the engine frees blocks that a window has passed while lmc fills them.
+            raise UnsupportedModel(f"no layer attends to the whole prompt ({type(spec).__name__})")
+        # In a multimodal model, the layers are those of its language model.
+        language = model.get_language_model() if hasattr(model, "get_language_model") else model
+        self._config, self._model, self._layers = config, language, _layers_of(language)
+        self.architecture = type(language).__name__
+        self.longest = int(config.model_config.max_model_len)
+        self.rope = rope_name(getattr(language.config, "rope_parameters", None) or {"rope_type": "default"})
+        # Whether the engine has compiled the model as a whole. Compilation has then ended before this point. The
+        # language model of a multimodal model is compiled for embeddings instead of tokens.
+        self.compiled = language is model and not getattr(language.model, "do_not_compile", True)
+        self._takes_residual = _takes_residual(self._layers[0])
         attentions = [[m for m in layer.modules() if isinstance(m, vllm_api.Attention)] for layer in self._layers]
         if any(len(modules) != 1 for modules in attentions):
             raise UnsupportedModel("a layer does not have exactly one attention")
         self.attention = [modules[0] for modules in attentions]
-        # The mask would be correct, but the engine frees blocks that a window has passed while lmc fills them.
-        if any(a.sliding_window is not None for a in self.attention):
-            raise UnsupportedModel("its attention has a sliding window")
-        if extras := list(filter(None, map(_more_than_products, self.attention))):
+        if extras := list(filter(None, map(_unsupported, self.attention))):
             raise UnsupportedModel(f"its attention has {extras[0]}, which lmc's attention does not support")
-        ropes = [_rope_of(layer) for layer in self._layers]
-        self._rope = ropes[0]
-        if any(r is not self._rope and not torch.equal(r.cos_sin_cache, self._rope.cos_sin_cache) for r in ropes):
-            raise UnsupportedModel("its layers have different RoPE tables")
-        group = kv_cache_config.kv_cache_groups[0]
-        self.block_size: int = group.kv_cache_spec.block_size
+        self.block_size: int = spec.block_size
         self.device = next(iter(caches.values())).device
         self._ratio = caches[self.attention[0].layer_name].shape[0] // kv_cache_config.num_blocks
-        spec = group.kv_cache_spec
         if self._ratio > 1:
             spec = spec.copy_with_new_block_size(self.block_size // self._ratio)
         kernels = kernels_of(self.device)
@@ -104,16 +105,25 @@ class NativeLayers:
         # If lmc's own attention handles batches of several runs, buffers for one run are enough. Otherwise there are
         # buffers for the maximal number of runs.
         own = _own_config(config, 1 if self.kernels.in_pages else max(MOST_RUNS, config.scheduler_config.max_num_seqs))
+        backends = {one.attn_backend for one in self.attention}
+        names = {backend: [a.layer_name for a in self.attention if a.attn_backend is backend] for backend in backends}
         with vllm_api.set_current_vllm_config(own):
-            builder = self.attention[0].attn_backend.get_builder_cls()
-            self._builder = builder(spec, group.layer_names, own, self.device)
-        self._built: RowBatch | None = None
+            self._builders = {
+                backend: backend.get_builder_cls()(spec, names[backend], own, self.device) for backend in backends
+            }
+        self._built: dict[Any, RowBatch] = {}  # by backend, the batch whose metadata is in its builder's buffers
         # On a GPU, the builder's buffers limit the number of runs, which it sees as requests.
         few = self.device.type != "cpu" and not self.kernels.in_pages
         self.most_runs = own.scheduler_config.max_num_seqs if few else 1 << 30
         heads, size, dtype = self.access[0].kv_heads, self.access[0].head_dim, self.access[0].dtype
+        if any((one.kv_heads, one.head_dim, one.dtype) != (heads, size, dtype) for one in self.access):
+            raise UnsupportedModel("its layers have KV heads of different numbers or sizes")
         self.shape = KVShape(layers=self.depth, kv_heads=heads, head_dim=size, dtype=dtype)
-        self.scale: float = self.attention[0].impl.scale
+        rotations = self._rotations()
+        self.attentions = [
+            LayerAttention(scale=float(one.impl.scale), rotation=rotation, **_sight_of(one))
+            for one, rotation in zip(self.attention, rotations, strict=True)
+        ]
 
     @property
     def width(self) -> int:
@@ -124,18 +134,6 @@ class NativeLayers:
     def depth(self) -> int:
         """The number of layers."""
         return len(self._layers)
-
-    def angles(self, positions: torch.Tensor) -> Turn:
-        """Return the model's cos and sin `[T, R/2]` of `positions [T]`."""
-        table = self._rope.cos_sin_cache
-        if len(positions) and int(positions.max()) >= len(table):
-            raise UnsupportedModel(f"its RoPE table ends at position {len(table)}")
-        return tuple(table[positions].float().chunk(2, dim=-1))
-
-    @property
-    def interleaved(self) -> bool:
-        """Whether RoPE rotates the dimensions (2i, 2i + 1) together, instead of (i, i + R/2)."""
-        return not self._rope.is_neox_style
 
     def slots(self, blocks: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the slot numbers of `positions [T]` in a request with the block table `blocks [B]`."""
@@ -158,7 +156,13 @@ class NativeLayers:
         """Return copies of the rows at the ascending indices `kept`, after at least one layer has run."""
         positions = rows.positions[kept]
         batches = self._batches(positions, blocks, size)
-        return PagedRows(positions, rows.tokens[kept], batches, rows.states[kept], rows.residual[kept])
+        return PagedRows(
+            positions,
+            rows.tokens[kept],
+            batches,
+            rows.states[kept],
+            rows.residual[kept if self._takes_residual else slice(0)],
+        )
 
     def run(self, layer: int, rows: PagedRows, batch: RowBatch, attention: Attention | None = None) -> None:
         """Run a layer for the rows of a batch, in place, and write their keys and values into the pages.
@@ -167,18 +171,25 @@ class NativeLayers:
         `attention` that returns a result without calling the engine's attention.
         """
         if not len(rows.states):
-            rows.states = self._decoder.embed_input_ids(rows.tokens)
+            rows.states = self._embedded(rows.tokens, rows.positions)
             rows.residual = torch.zeros_like(rows.states)
         # The rows are cloned, because the layer may end early and kernels may work in place.
-        states, residual = rows.states[batch.rows].clone(), rows.residual[batch.rows].clone()
+        given: dict[str, Any] = {
+            "positions": rows.positions[batch.rows],
+            "hidden_states": rows.states[batch.rows].clone(),
+        }
+        residual = rows.residual[batch.rows].clone()  # Layer 0 takes as much memory as others, because it is measured.
+        if self._takes_residual:
+            given["residual"] = None if layer == 0 else residual
         try:
-            with self._replaced(layer, batch, attention or writes_and_attends), self._context(batch):
-                call = self._layers[layer]
-                states, residual = call(rows.positions[batch.rows], states, None if layer == 0 else residual)
+            with self._replaced(layer, batch, attention or writes_and_attends), self._context(len(given["positions"])):
+                result = self._layers[layer](**given)
         except _EndOfLayer:
             return
+        states, residual = result if isinstance(result, tuple) else (result, None)
         # The residual is written first, because a kernel that works in place may return layer 0's input as residual.
-        rows.residual[batch.rows] = residual
+        if self._takes_residual:
+            rows.residual[batch.rows] = residual
         rows.states[batch.rows] = states
 
     def run_through(self, rows: PagedRows, batch: RowBatch, attention_of: Callable[[int], Attention | None]) -> None:
@@ -186,7 +197,7 @@ class NativeLayers:
         with suppress(_EndOfLayer), ExitStack() as stack:
             for layer in range(self.depth):
                 stack.enter_context(self._replaced(layer, batch, attention_of(layer) or writes_and_attends))
-            stack.enter_context(self._context(batch, skip_compiled=False))
+            stack.enter_context(self._context(batch.rows.stop - batch.rows.start, skip_compiled=False))
             # The compiled model expects the runner's dtypes, and memory that begins at a multiple of 16 bytes.
             tokens, positions = rows.tokens[batch.rows].to(torch.int32), rows.positions[batch.rows].clone()
             self._model(tokens, positions)
@@ -194,28 +205,72 @@ class NativeLayers:
     def run_model(self, rows: PagedRows, batch: RowBatch) -> None:
         """Run the rows of a batch through the model as the engine does."""
         slots = {attention.layer_name: batch.common.slot_mapping for attention in self.attention}
-        metadata = dict.fromkeys(slots, self._metadata(batch))
-        with self._context(batch, attn_metadata=metadata, slot_mapping=slots):
+        built = {backend: self._metadata(batch, backend) for backend in self._builders}
+        metadata = {attention.layer_name: built[attention.attn_backend] for attention in self.attention}
+        with self._context(batch.rows.stop - batch.rows.start, attn_metadata=metadata, slot_mapping=slots):
             self._model(rows.tokens[batch.rows], rows.positions[batch.rows])
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _context(self, batch: RowBatch, **options: Any) -> Any:
-        """Return the engine's context for a call of the model or of a layer.
+    def _embedded(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states `[T, E]` that the model gives to its layer 0 (some models scale embeddings)."""
+        caught: list[torch.Tensor] = []
+        parameters = inspect.signature(self._layers[0].forward)
+
+        def catch(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            caught.append(parameters.bind(*arguments, **named).arguments["hidden_states"])
+            raise _EndOfLayer
+
+        handle = self._layers[0].register_forward_pre_hook(catch, with_kwargs=True)
+        try:
+            with suppress(_EndOfLayer), self._context(len(tokens)):
+                self._model(tokens, positions)
+        finally:
+            handle.remove()
+        return caught[0]
+
+    def _rotations(self) -> list[Rotation]:
+        """Return the rotation of each layer: that of the RoPE it calls, which it may have and not call."""
+        made: dict[Any, Rotation] = {}
+        for layer in self._layers:
+            for rope in (module for module in layer.modules() if _is_rope(module)):
+                if rope not in made:
+                    made[rope] = _rotation_of(rope, self.longest)
+        called: list[Any] = []
+        handles = [rope.register_forward_pre_hook(lambda rope, _: called.append(rope)) for rope in made]
+        try:
+            ropes = [self._rope_called(layer, called) for layer in range(self.depth)]
+            return [made[rope] if rope is not None else UNROTATED for rope in ropes]
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _rope_called(self, layer: int, called: list[Any]) -> Any | None:
+        """Return the RoPE that a layer calls for one token. The layer ends before its keys are written."""
+        called.clear()
+        one = torch.zeros(1, dtype=torch.long, device=self.device)
+        with torch.inference_mode():
+            rows = self.begin(one, one, one + 1, 1)
+            self.run(layer, rows, rows.batches[0], lambda *_: None)
+        if len(called) > 1:
+            raise UnsupportedModel("a layer calls its RoPE more than once")
+        return called[0] if called else None
+
+    def _context(self, count: int, **options: Any) -> Any:
+        """Return the engine's context for a call of the model or of a layer with `count` rows.
 
         By default, the context has no slots, so that the engine itself writes no keys and values.
         """
-        count = batch.rows.stop - batch.rows.start
         return vllm_api.set_forward_context(
             **{"attn_metadata": None, "slot_mapping": {}, "skip_compiled": True, **options},
             vllm_config=self._config, num_tokens=count,
         )  # fmt: skip
 
-    def _metadata(self, batch: RowBatch) -> Any:
-        if self._built is not batch:
+    def _metadata(self, batch: RowBatch, backend: Any) -> Any:
+        if self._built.get(backend) is not batch:
             # The metadata is built again, because another batch may have overwritten the builder's buffers.
-            batch.metadata, self._built = self._builder.build(0, batch.common), batch
-        return batch.metadata
+            batch.metadata[backend], self._built[backend] = self._builders[backend].build(0, batch.common), batch
+        return batch.metadata[backend]
 
     def _attends(self, batch: RowBatch) -> bool:
         """Return whether lmc's own attention is faster: the engine's attention reads the context again for each run."""
@@ -240,8 +295,8 @@ class NativeLayers:
                     return None
                 if self._attends(batch):
                     pages = access.pages._replace(table=common.block_table_tensor[0])
-                    return self.kernels.attend(query, pages, common.positions, self.scale)
-                original(module, query, key, value, cache, self._metadata(batch), output, **more)
+                    return self.kernels.attend(query, pages, common.positions, self.attentions[layer])
+                original(module, query, key, value, cache, self._metadata(batch, module.attn_backend), output, **more)
                 return output
 
             attended = attention(query, write, own)
@@ -319,23 +374,79 @@ def _cut(positions: torch.Tensor, size: int, runs: int) -> list[slice]:
     return pieces
 
 
-def _more_than_products(attention: Any) -> str:
-    """Return what the attention uses in addition to products of queries and keys; an empty string if nothing.
+def _layers_of(language: Any) -> list[Any]:
+    """Return the decoder layers of a language model. Raises `UnsupportedModel` if lmc cannot call them."""
+    layers = list(getattr(getattr(language, "model", None), "layers", ()))
+    if not layers or not hasattr(language, "config"):
+        raise UnsupportedModel(f"{type(language).__name__} does not keep its decoder layers in model.layers")
+    for kind in {type(layer): layer for layer in layers}.values():
+        parameters = inspect.signature(kind.forward).parameters
+        named = [one for one in parameters.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+        more = [one.name for one in named if one.default is one.empty and one.name not in PASSED]
+        if more or not {"positions", "hidden_states"} <= parameters.keys():
+            raise UnsupportedModel(f"its layers are called with {', '.join(one.name for one in named)}")
+    return layers
 
-    lmc's own attention supports none of it. Backends store it under these names, as 0 or None if a model does not use
-    it.
+
+def _takes_residual(layer: Any) -> bool:
+    return "residual" in inspect.signature(layer.forward).parameters
+
+
+def _unsupported(attention: Any) -> str:
+    """Return what the attention computes that lmc's own attention does not; an empty string if nothing.
+
+    Backends store it under these names, as 0 or None if a model does not use it.
     """
     impl = attention.impl
     if getattr(impl, "logits_soft_cap", None):
         return "a soft cap of its logits"
     if getattr(impl, "alibi_slopes", None) is not None or getattr(attention, "use_alibi_sqrt", False):
         return "ALiBi"
-    sinks = (getattr(impl, name, None) for name in ("sinks", "_sinks_source"))
-    return "attention sinks" if getattr(attention, "has_sink", False) or any(s is not None for s in sinks) else ""
+    if getattr(impl, "kv_sharing_target_layer_name", None):
+        return "the keys and values of another layer"
+    return (
+        "attention sinks in an unknown form"
+        if getattr(attention, "has_sink", False) and _sinks_of(impl) is None
+        else ""
+    )
 
 
-def _rope_of(layer: Any) -> Any:
-    ropes = [m for m in layer.modules() if hasattr(m, "cos_sin_cache") and hasattr(m, "is_neox_style")]
-    if len(ropes) != 1 or ropes[0].cos_sin_cache.dim() != 2:
-        raise UnsupportedModel("a layer does not have exactly one RoPE with one table of cos and sin")
-    return ropes[0]
+def _sinks_of(impl: Any) -> torch.Tensor | None:
+    return next((s for s in (getattr(impl, name, None) for name in ("sinks", "_sinks_source")) if s is not None), None)
+
+
+def _sight_of(attention: Any) -> dict[str, Any]:
+    """Return the window, the chunk and the sinks of an attention, as in `LayerAttention`."""
+    return {
+        "window": int(attention.sliding_window or 0),
+        "chunk": int(getattr(attention, "attention_chunk_size", 0) or 0),
+        "sinks": _sinks_of(attention.impl),
+    }
+
+
+def _is_rope(module: Any) -> bool:
+    return any(hasattr(module, name) for name in ("cos_sin_cache", "long_short_cos_sin_cache"))
+
+
+def _rotation_of(rope: Any, longest: int) -> Rotation:
+    """Return the rotation of a RoPE, whose table covers `longest` positions."""
+    if hasattr(rope, "long_short_cos_sin_cache"):  # vLLM chooses one of the two tables at start.
+        short = rope.original_max_position_embeddings
+        table = rope.long_short_cos_sin_cache[short:] if rope.use_long_rope else rope.long_short_cos_sin_cache[:short]
+        return _checked(table, longest, interleaved=False)
+    if not hasattr(rope, "is_neox_style"):
+        raise UnsupportedModel(f"lmc does not know the RoPE {type(rope).__name__}")
+    return _checked(rope.cos_sin_cache, longest, interleaved=not rope.is_neox_style)
+
+
+def _checked(table: torch.Tensor, longest: int, *, interleaved: bool) -> Rotation:
+    """Return the rotation by a table of cos and sin `[N, R]`. Raises `UnsupportedModel` if rows are no rotations."""
+    if table.dim() != 2:
+        raise UnsupportedModel("its RoPE has several tables of cos and sin")
+    if len(table) < longest:
+        raise UnsupportedModel(f"its RoPE table ends at position {len(table)}, and --max-model-len is {longest}")
+    cos, sin = table.chunk(2, dim=-1)
+    magnitude = cos.float().square() + sin.float().square()
+    if not torch.allclose(magnitude, magnitude[:1].expand_as(magnitude), rtol=0.05):
+        raise UnsupportedModel("the rows of its RoPE table are not rotations of one another")
+    return Rotation(cos, sin, interleaved)

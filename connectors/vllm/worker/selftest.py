@@ -3,14 +3,12 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from lmc.blend.canvas import KV
 from lmc.blend.selftest import (
-    DOCUMENT_POSITION,
-    PROMPT_TOKENS,
+    DOCUMENT_TOKENS,
     QUESTION_SIZE,
     prove,
     prove_compiled,
@@ -32,37 +30,37 @@ log = logging.getLogger(__name__)
 FIRST_SHARE = 8  # An eighth of a full batch is run before the full batch.
 
 
-def prove_model(layers: NativeLayers, vocabulary: int, blocks: int, stream: "torch.cuda.Stream | None" = None) -> bool:
+def prove_model(
+    layers: NativeLayers, vocabulary: int, blocks: int, rows: int, stream: "torch.cuda.Stream | None" = None
+) -> bool:
     """Raise `UnsupportedModel` if lmc writes different keys and values to the pages than the model's own forward pass.
 
-    On a GPU, a stored document is copied on `stream` from page-locked memory, as in a blend. Returns whether the model
-    can also be called in its compiled form.
+    Each call of a layer or of the model has at most `rows` rows. On a GPU, a stored document is copied on `stream` from
+    page-locked memory, as in a blend. Returns whether the model can also be called in its compiled form.
     """
-    need = -(-PROMPT_TOKENS // layers.block_size)
-    if blocks <= need:
+    exam = _Exam(layers, random_prompt(vocabulary, layers.attentions), rows, stream)
+    length = len(exam.tokens)
+    if blocks <= len(exam.table):
         raise UnsupportedModel(f"the KV cache has only {blocks} blocks, and the self-test needs more")
-    table, tokens = tuple(range(1, need + 1)), random_prompt(vocabulary)  # Block 0 is the null block.
-    piece = Piece.whole(
-        RecordKind.DOCUMENT, ChunkKey(b""), PROMPT_TOKENS - DOCUMENT_POSITION, DOCUMENT_POSITION, 0, None, exact=False
-    )
+    if length > layers.longest:
+        raise UnsupportedModel(f"the self-test needs {length} tokens, and --max-model-len is {layers.longest}")
+    start = length - DOCUMENT_TOKENS
+    piece = Piece.whole(RecordKind.DOCUMENT, ChunkKey(b""), DOCUMENT_TOKENS, start, 0, None, exact=False)
     with torch.inference_mode():
         try:
-            whole, in_two = (
-                _prefill(layers, tokens, table, chunks)
-                for chunks in ([PROMPT_TOKENS], [DOCUMENT_POSITION, PROMPT_TOKENS])
-            )
-            alone = _prefill_alone(layers, tokens[DOCUMENT_POSITION:], table)
-            part = torch.stack(alone[0]).flatten().view(torch.uint8)
+            whole, in_two = (exam.prefill(exam.tokens, stops) for stops in ([length], [start, length]))
+            repeated = exam.prefill(exam.tokens[:1] * length, [length])
+            part = torch.stack(exam.prefill_alone(exam.tokens[start:])[0]).flatten().view(torch.uint8)
             if stream is not None:
                 part = part.cpu().pin_memory()
-            canvas = _canvas(layers, tokens, table, (), torch.empty(0))
-            _agree(lambda: prove(canvas, _canvas(layers, tokens, table, (piece,), part, stream), whole, in_two))
+            canvas = exam.canvas()
+            _agree(lambda: prove(canvas, exam.canvas(piece, part), whole, in_two, repeated))
             if layers.device.type == "cuda":  # Nothing is compiled for a CPU.
                 moved = replace(piece, tokens=piece.tokens - QUESTION_SIZE)
-                rehearse(lambda: _canvas(layers, tokens, table, (moved,), part, stream), moved)
+                rehearse(lambda: exam.canvas(moved, part), moved, length)
             return layers.compiled and on_all_ranks(good=_as_compiled(canvas, whole, in_two))
         finally:
-            _clear(layers, table)
+            _clear(layers, exam.table)
 
 
 def _agree(test: Callable[[], None]) -> None:
@@ -122,47 +120,50 @@ def _bytes_of(layers: NativeLayers, rows: int) -> int:
     return torch.cuda.max_memory_allocated(layers.device) - before if cuda else 0
 
 
-def _canvas(
-    layers: NativeLayers,
-    tokens: list[int],
-    table: tuple[int, ...],
-    documents: Any,
-    part: torch.Tensor,
-    stream: "torch.cuda.Stream | None" = None,
-) -> PagedCanvas:
-    job = BlendJob(
-        request="self-test",
-        tokens=tuple(tokens),
-        blocks=table,
-        stop=len(tokens),
-        documents=documents,
-        policy=RecomputePolicy(strategy="all"),
-    )
-    return PagedCanvas(
-        layers, job, BatchRows(PROMPT_TOKENS, PROMPT_TOKENS), lambda *_: part, lambda _: True, stream=stream
-    )
+class _Exam:
+    """The self-test's prompt in unused blocks."""
 
+    def __init__(
+        self, layers: NativeLayers, tokens: list[int], rows: int, stream: "torch.cuda.Stream | None" = None
+    ) -> None:
+        self._layers, self.tokens, self._stream = layers, tokens, stream
+        self.table = tuple(range(1, -(-len(tokens) // layers.block_size) + 1))  # Block 0 is the null block.
+        self._blocks = torch.tensor(self.table, device=layers.device)
+        self._rows = min(len(tokens), rows)
 
-def _prefill(layers: NativeLayers, tokens: list[int], table: tuple[int, ...], stops: list[int]) -> list[KV]:
-    """Return the KV that the model's forward passes write to the pages, with chunks that end at `stops`."""
-    blocks, ids = torch.tensor(table, device=layers.device), torch.tensor(tokens, device=layers.device)
-    for start, stop in zip([0, *stops], stops, strict=False):
-        positions = torch.arange(start, stop, device=layers.device)
-        rows = layers.begin(ids, positions, blocks, PROMPT_TOKENS)
-        layers.run_model(rows, rows.batches[0])
-    return _read(layers, blocks, stops[-1])
+    def canvas(self, document: Piece | None = None, part: torch.Tensor | None = None) -> PagedCanvas:
+        """Return a canvas of the prompt, with a document whose stored `part` is the same in all layers."""
+        job = BlendJob(
+            request="self-test",
+            tokens=tuple(self.tokens),
+            blocks=self.table,
+            stop=len(self.tokens),
+            documents=(document,) if document else (),
+            policy=RecomputePolicy(strategy="all"),
+        )
+        stored = torch.empty(0) if part is None else part
+        rows, stream = BatchRows(self._rows, self._rows), self._stream if document else None
+        return PagedCanvas(self._layers, job, rows, lambda *_: stored, lambda _: True, stream=stream)
 
+    def prefill(self, tokens: list[int], stops: list[int]) -> list[KV]:
+        """Return the KV that the model's forward passes write to the pages, with chunks that end at `stops`."""
+        layers, ids = self._layers, torch.tensor(tokens, device=self._layers.device)
+        for start, stop in zip([0, *stops], stops, strict=False):
+            rows = layers.begin(ids, torch.arange(start, stop, device=layers.device), self._blocks, self._rows)
+            for batch in rows.batches:
+                layers.run_model(rows, batch)
+        return self._read(stops[-1])
 
-def _prefill_alone(layers: NativeLayers, tokens: list[int], table: tuple[int, ...]) -> list[KV]:
-    blocks, ids = torch.tensor(table, device=layers.device), torch.tensor(tokens, device=layers.device)
-    for _ in prefill_alone(layers, ids, blocks, BatchRows(PROMPT_TOKENS)):
-        pass
-    return _read(layers, blocks, len(tokens))
+    def prefill_alone(self, tokens: list[int]) -> list[KV]:
+        """Return the KV of tokens that are computed as a document."""
+        ids = torch.tensor(tokens, device=self._layers.device)
+        for _ in prefill_alone(self._layers, ids, self._blocks, BatchRows(self._rows)):
+            pass
+        return self._read(len(tokens))
 
-
-def _read(layers: NativeLayers, blocks: torch.Tensor, count: int) -> list[KV]:
-    slots = layers.slots(blocks, torch.arange(count, device=layers.device))
-    return [tuple(half.clone() for half in access.gather(slots)) for access in layers.access]  # type: ignore[misc]
+    def _read(self, count: int) -> list[KV]:
+        slots = self._layers.slots(self._blocks, torch.arange(count, device=self._layers.device))
+        return [tuple(half.clone() for half in access.gather(slots)) for access in self._layers.access]  # type: ignore[misc]
 
 
 def _clear(layers: NativeLayers, table: tuple[int, ...]) -> None:

@@ -34,6 +34,7 @@ from lmc.connectors.vllm.messages import (
     WorkerFacts,
 )
 from lmc.connectors.vllm.model_identity import layout_of, weights_in_memory
+from lmc.connectors.vllm.model_kinds import TESTED
 from lmc.connectors.vllm.vllm_api import get_pp_group, get_tensor_model_parallel_rank, get_tp_group
 from lmc.connectors.vllm.worker.canvas import COPY_COST, BatchRows, PagedCanvas, prefill_alone, read_tokens
 from lmc.connectors.vllm.worker.memory import allocated, make_room, memory_for
@@ -129,7 +130,7 @@ class Worker:
             if layers.depth != self._pages.layers:
                 raise UnsupportedModel("the engine does not have exactly one KV cache per layer")
             vocabulary, blocks = self._config.model_config.get_vocab_size(), self._kv_cache_config.num_blocks
-            as_compiled = prove_model(layers, vocabulary, blocks, self._streams.load)
+            as_compiled = prove_model(layers, vocabulary, blocks, self._step_tokens, self._streams.load)
             if as_compiled and self._step_tokens >= BLEND_SHARE * MIN_ROWS:
                 self._rows = self._rows._replace(through=self._step_tokens // BLEND_SHARE)
             if self._device.type == "cuda":  # On a CPU, this batch takes seconds, and memory is less scarce.
@@ -141,6 +142,9 @@ class Worker:
         except Exception as error:
             log.exception("lmc could not run the self-test of this model")
             return f"the self-test raised {type(error).__name__}: {error}"
+        if layers.architecture not in TESTED:
+            text = "%s has not been tested with lmc: it has passed the self-test, and is blended"
+            log.warning(text, layers.architecture)
         self._layers = layers
         return ""
 

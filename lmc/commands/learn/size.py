@@ -73,7 +73,7 @@ def size(
         from lmc.connectors.transformers.hf import model_facts, tokenizer_of
     except ImportError as error:
         raise needs_transformers("lmc size", error) from error
-    from lmc.connectors.vllm.model_kinds import PROVEN
+    from lmc.connectors.vllm.model_kinds import TESTED
     from lmc.documents.known import document_bytes
     from lmc.keys import chunk_bounds
     from lmc.shapes import GIB
@@ -82,8 +82,6 @@ def size(
     settings, facts = Settings.load(), model_facts(model, dtype)
     shape, chunk_size = facts.shape, settings.chunk_size
     lengths = _lengths(corpus, tokenizer_of(model), facts.positions, split) if corpus.documents else []
-    untested = "" if facts.architecture in PROVEN else f"{facts.architecture} has not been tested"
-    unblended = untested or facts.unblended
     sizes = Size(
         token=shape.token_bytes * shape.layers,
         slot=ChunkLayout.of(shape, chunk_size).slot_bytes,
@@ -95,7 +93,7 @@ def size(
         shortest=min(lengths, default=0),
         longest=max(lengths, default=0),
         on_disk=sum(document_bytes(length, chunk_size, shape, shape.layers) for length in lengths),
-        unblended=unblended,
+        unblended=facts.unblended,
         skipped=corpus.skipped,
         slots=sum(len(chunk_bounds(length, chunk_size)) for length in lengths),
     )
@@ -105,8 +103,11 @@ def size(
         return
     layers = f"{shape.layers} layers {facts.kept}, {str(shape.dtype).removeprefix('torch.')}"
     console().print(Text(f"{model}: {sizes.token} bytes a token ({layers})"))
-    no = f"documents cannot be blended, and only equal beginnings of prompts are reused: {unblended}"
-    console().print(Text(no if unblended else f"documents can be blended by vLLM with lmc ({facts.architecture})"))
+    blended = f"documents can be blended by vLLM with lmc ({facts.architecture})"
+    if facts.architecture not in TESTED:
+        blended += ", if the model passes the self-test at start: this architecture has not been tested"
+    no = f"documents cannot be blended, and only equal beginnings of prompts are reused: {facts.unblended}"
+    console().print(Text(no if facts.unblended else blended))
     console().print(Text("\n".join([*_lines(sizes), *map(printable, corpus.warnings)])))
 
 
