@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from markdown_tables import table_rows
 
+from lmc.connectors.vllm.model_kinds import TESTED
+
 ROOT = Path(__file__).parents[1]
 PAGES = {"README": "README.md", "benchmarks": "docs/benchmarks.md"}
 SCALES = 1, 100, 1000  # a share in percent, seconds in milliseconds
@@ -89,3 +91,8 @@ def leaves(kept: Any) -> Iterator[float]:
             yield from leaves(one)
     elif isinstance(kept, int | float):
         yield float(kept)
+
+
+def test_the_page_of_models_lists_the_architectures_that_were_tested() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)`(?: \([^)]*\))? \| (.*) \|$", (ROOT / "docs" / "models.md").read_text(), re.M))
+    assert rows == TESTED

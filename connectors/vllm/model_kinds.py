@@ -24,7 +24,7 @@ TESTED = {
     "LlamaForCausalLM": "plain, llama3 and YaRN RoPE",
     "MistralForCausalLM": "without a sliding window",
     "MixtralForCausalLM": "plain RoPE",
-    "Phi3ForCausalLM": "plain RoPE",
+    "Phi3ForCausalLM": "plain RoPE and longrope",
     "Qwen2ForCausalLM": "plain RoPE",
     "Qwen3ForCausalLM": "plain RoPE",
     "Qwen3MoeForCausalLM": "plain RoPE",

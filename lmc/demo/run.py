@@ -21,7 +21,7 @@ from lmc.connectors.transformers import CachedModel
 from lmc.connectors.transformers.continuation import greedy_answer
 from lmc.connectors.transformers.report import How, Prefilled
 from lmc.demo.outcome import Answer, Asked, Outcome, Picture, Tally
-from lmc.demo.pretrained import MODEL_NAME as PRETRAINED_NAME
+from lmc.demo.pretrained import SMOLLM2
 from lmc.demo.questions import Collection, Example, Prompts
 from lmc.demo.random_model import SEPARATOR, machine, random_llama, random_tokens
 from lmc.keys import common_prefix
@@ -184,7 +184,7 @@ def run(
             gallery.look(cached, asked[-1], prefills, tokenizer)
             progress("questions in four modes", len(asked), len(examples))
         parameters = sum(weight.numel() for weight in cached.model.parameters())
-    name = PRETRAINED_NAME if Path(model).name.startswith(PRETRAINED_NAME) else Path(model).name
+    name = SMOLLM2.name if Path(model).name.startswith(SMOLLM2.name) else Path(model).name
     models = {f"{name} {parameters / 1e6:.1f}M": {mode: tally.row() for mode, tally in tallies.items()}}
     if large:
         progress("a larger model", 0, 1)

@@ -51,7 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def later(item: pytest.Item) -> tuple[bool, bool]:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        return "shared_engine" not in item.fixturenames, parameters.get("lab", "llama") != "llama"
+        other = any(parameters.get(name, "llama") != "llama" for name in ("lab", "shared"))
+        return "shared_engine" not in item.fixturenames, other
 
     items.sort(key=later)
 

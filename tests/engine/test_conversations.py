@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from amount import mostly_long
 from lab import BLOCK, DOCUMENTS, PROMPT, agree, answer, facts, words
 from stepping import Steps, poison
 
@@ -12,9 +13,9 @@ HEADER = (1001, 1002, 1003)  # what the chat template of these conversations wri
 TOKENS = [*PROMPT.tokens, *HEADER]
 
 
-@pytest.fixture(scope="module")
-def shared(models, shared_engine):
-    lab = shared_engine(models("llama"))
+@pytest.fixture(scope="module", params=mostly_long(["llama", "gemma3mixed", "gptoss"], "llama"))
+def shared(request, models, shared_engine):
+    lab = shared_engine(models(request.param))
     lab.setup.markers = Markers(separators=(), answers=(HEADER,))
     return lab
 

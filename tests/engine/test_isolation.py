@@ -3,6 +3,7 @@ chunks.
 """
 
 import pytest
+from amount import mostly_long
 from lab import BLOCK, DOCUMENTS, PROMPT, Prompt, agree, answer, facts, words
 from stepping import Steps, poison
 
@@ -16,9 +17,9 @@ APPROXIMATE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def shared(models, shared_engine):
-    return shared_engine(models("llama"))
+@pytest.fixture(scope="module", params=mostly_long(["llama", "gemma3mixed", "gptoss"], "llama"))
+def shared(request, models, shared_engine):
+    return shared_engine(models(request.param))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ wrong.
 
 import pytest
 import torch
+from amount import mostly_long
 from lab import SIZES, Prompt, answer, distance, words
 from stepping import change_batches, layers_of_lmc, pages
 
@@ -15,9 +16,9 @@ from lmc.errors import UnsupportedModel
 DOCUMENTS = [words(150, 1), words(300, 2)]
 
 
-@pytest.fixture(scope="module")
-def lab(models, shared_engine):
-    return shared_engine(models("llama"))
+@pytest.fixture(scope="module", params=mostly_long(["llama", "gemma3mixed", "llama4"], "llama"))
+def lab(request, models, shared_engine):
+    return shared_engine(models(request.param))
 
 
 def prove(lab) -> None:

@@ -430,7 +430,7 @@ def test_the_backend_has_buffers_for_the_runs_that_go_to_it_and_no_more(monkeypa
 
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
-        model_config=SimpleNamespace(uses_mrope=False, max_model_len=10),
+        model_config=SimpleNamespace(max_model_len=10),
         scheduler_config=scheduler, compilation_config=SimpleNamespace(cudagraph_mode="full"),
     )  # fmt: skip
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK), layer_names=["layer"])

@@ -70,8 +70,6 @@ class NativeLayers:
             )
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise UnsupportedModel("its layers use several kinds of KV cache")
-        if config.model_config.uses_mrope:
-            raise UnsupportedModel("its tokens have several positions each (M-RoPE)")
         group = kv_cache_config.kv_cache_groups[0]
         spec = group.kv_cache_spec
         if not isinstance(spec, vllm_api.FullAttentionSpec):
@@ -434,6 +432,8 @@ def _rotation_of(rope: Any, longest: int) -> Rotation:
         short = rope.original_max_position_embeddings
         table = rope.long_short_cos_sin_cache[short:] if rope.use_long_rope else rope.long_short_cos_sin_cache[:short]
         return _checked(table, longest, interleaved=False)
+    if getattr(rope, "mrope_section", None):
+        raise UnsupportedModel("its tokens have several positions each (M-RoPE)")
     if not hasattr(rope, "is_neox_style"):
         raise UnsupportedModel(f"lmc does not know the RoPE {type(rope).__name__}")
     return _checked(rope.cos_sin_cache, longest, interleaved=not rope.is_neox_style)
