@@ -51,6 +51,10 @@ Own = Callable[[], torch.Tensor | None]
 Attention = Callable[[torch.Tensor, Callable[[], None], Own], torch.Tensor | None]
 
 
+class EndOfLayer(Exception):
+    """Raised to end a layer after its projections, when the rest of the layer is not needed."""
+
+
 def writes_and_attends(query: torch.Tensor, write: Callable[[], None], own: Own) -> torch.Tensor | None:
     """Write the keys and values of the rows, and compute the engine's own attention."""
     write()

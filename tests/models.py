@@ -5,6 +5,20 @@ from typing import Any
 
 import torch
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -13,6 +27,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCABULARY = 97
@@ -23,6 +39,45 @@ FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
+WINDOW = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"] * 2}
+# Families with more than one kind of layer, or with something that the others do not have.
+OTHERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            **WINDOW,
+            "query_pre_attn_scalar": 16,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+            },
+        },
+    ),
+    "gptoss": (GptOssConfig, GptOssForCausalLM, {**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "cohere2": (Cohere2Config, Cohere2ForCausalLM, WINDOW),
+    "exaone4": (Exaone4Config, Exaone4ForCausalLM, WINDOW),
+    "granite": (
+        GraniteConfig,
+        GraniteForCausalLM,
+        {"embedding_multiplier": 2.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
+    ),
+    "glm4": (
+        Glm4Config,
+        Glm4ForCausalLM,
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+            "pad_token_id": 0,
+        },
+    ),
+    "mistral with a window": (MistralConfig, MistralForCausalLM, {"sliding_window": 20}),
+    "qwen3moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+}
+SOFT_CAP = {"gemma2": (Gemma2Config, Gemma2ForCausalLM, {"sliding_window": 20, "query_pre_attn_scalar": 16})}
 ROPES: dict[str, dict[str, Any]] = {
     "plain": {"rope_type": "default", "rope_theta": 10000.0},
     "llama3": {
@@ -41,7 +96,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 def random_model(family: str = "llama", rope: str = "plain", layers: int = 4, seed: int = 0, **options: Any) -> Any:
     """A model with weights large enough that attention is far from uniform."""
-    config_type, model_type = FAMILIES[family]
+    config_type, model_type, *own = (FAMILIES | OTHERS | SOFT_CAP)[family]
     values: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
@@ -53,6 +108,7 @@ def random_model(family: str = "llama", rope: str = "plain", layers: int = 4, se
         "max_position_embeddings": 1024,
         "rope_parameters": ROPES[rope],
         "initializer_range": 0.15,
+        **(own[0] if own else {}),
         **options,
     }
     torch.manual_seed(seed)

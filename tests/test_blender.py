@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from amount import cases, mostly_long
-from models import FAMILIES, ROPES, SEPARATOR, random_model, random_tokens
-from transformers import DynamicCache
+from models import FAMILIES, OTHERS, ROPES, SEPARATOR, random_model, random_tokens
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.markers import Markers
@@ -92,6 +92,21 @@ def test_at_ratio_one_the_result_is_full_prefill(family: str, rope: str, strateg
     for layer, wanted in enumerate(kv):
         assert torch.allclose(result.keys[layer].transpose(0, 1), wanted[0], atol=1e-4)
         assert torch.allclose(result.values[layer].transpose(0, 1), wanted[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("strategy", ["union", "deviation"])
+def test_layers_of_several_kinds_give_full_prefill_at_ratio_one(family: str, strategy: str) -> None:
+    model = random_model(family)
+    scene = Scene(model, documents_of(5), known={0, 1, 3, 4})
+    kv, logits = prefill(model, scene.prompt)
+    result = scene.blend(RecomputePolicy(strategy=strategy, ratio=1.0))
+    assert (result.logits - logits).abs().max() <= 1e-4
+    for layer, wanted in enumerate(kv):
+        assert torch.allclose(result.keys[layer].transpose(0, 1), wanted[0], atol=1e-4)
+        assert torch.allclose(result.values[layer].transpose(0, 1), wanted[1], atol=1e-4)
+    blind = scene.blend(RecomputePolicy(strategy="none"))
+    assert (blind.logits - logits).abs().max() > 1e-3, "the control: stored KV is used"
 
 
 @pytest.mark.parametrize("count", range(1, 13))
@@ -310,31 +325,41 @@ def test_query_and_union_repair_what_the_question_attends_to(strategy: str, seed
 def questions_attention(model, scene: Scene, blind, layer: int, fresh: list[int]) -> torch.Tensor:
     """Attention [Q, T, N] of the fresh rows of a layer, from the layers' own projections run up to there."""
     rows = torch.tensor(fresh)
-    cos, sin = scene.layers.rows(len(scene.prompt))
+    all_weights: list[torch.Tensor] = []
     with torch.inference_mode():
+        angles = scene.layers.angles(len(scene.prompt))["full_attention"].at(rows)
         hidden = scene.layers.embed(torch.tensor(scene.prompt)[rows])
-        for depth in range(layer + 1):
-            query, key, value = scene.layers.project(depth, hidden, cos[rows], sin[rows])
+
+        def attend(query, key, value, named):
+            depth = len(all_weights)
             keys, values = blind.keys[depth].clone(), blind.values[depth].clone()
             keys[:, rows], values[:, rows] = key.transpose(0, 1), value.transpose(0, 1)
             group = query.shape[1] // keys.shape[0]
             keys, values = keys.repeat_interleave(group, dim=0), values.repeat_interleave(group, dim=0)
-            logits = torch.einsum("tqd,qnd->qtn", query, keys) * scene.layers.scale
+            logits = torch.einsum("tqd,qnd->qtn", query, keys) * named["scaling"]
             there = torch.tensor([*fresh, *every_reused(scene)])
             hidden_keys = torch.arange(len(scene.prompt))[None] > rows[:, None]
             hidden_keys |= ~torch.isin(torch.arange(len(scene.prompt)), there)[None]
             weights = logits.masked_fill(hidden_keys, float("-inf")).softmax(-1)
-            hidden = scene.layers.finish(depth, hidden, torch.einsum("qtn,qnd->tqd", weights, values))
-    return weights
+            all_weights.append(weights)
+            return torch.einsum("qtn,qnd->tqd", weights, values)
+
+        for depth in range(layer + 1):
+            hidden = scene.layers.run(depth, hidden, rows, angles, attend)
+    return all_weights[-1]
 
 
 def test_an_unsupported_family_and_a_dynamic_rope_are_refused() -> None:
     model = random_model()
-    model.config.model_type = "gemma2"
-    with pytest.raises(UnsupportedModel, match="gemma2"):
+    model.config.layer_types = ["linear_attention", *["full_attention"] * 3]
+    with pytest.raises(UnsupportedModel, match="linear_attention"):
         DecoderLayers(model)
     with pytest.raises(UnsupportedModel, match="dynamic"):
         DecoderLayers(random_model(rope="dynamic"))
+    with pytest.raises(UnsupportedModel, match="soft cap"):
+        DecoderLayers(random_model("gemma2"))
+    with pytest.raises(UnsupportedModel, match="gpt2"):
+        DecoderLayers(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=97)))
     assert set(ROPES) == {"plain", "linear", "llama3", "yarn", "dynamic"}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from amount import cases, some
-from models import SEPARATOR, VOCABULARY, random_model, random_tokens
+from models import OTHERS, SEPARATOR, VOCABULARY, random_model, random_tokens
 from service_fakes import serving
 from storage_fakes import computing, eventually, note_load, reading, tiers_of
 from tier_wrappers import Counted, Delayed
@@ -310,19 +310,24 @@ def test_start_refuses_what_cannot_work() -> None:
         CachedModel(random_model(), settings(max_local_cpu_size=1e-6), SEPARATOR)
 
 
-def test_a_window_bounds_what_can_be_served() -> None:
-    cached = CachedModel(random_model("mistral", sliding_window=32), settings(), SEPARATOR)
-    with cached, pytest.raises(InputError, match="the model accepts at most 32"):
-        cached.prefill(random_tokens(33, 1))
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_pass_the_self_test_and_blend(family: str) -> None:
+    documents = [random_tokens(60, 1), random_tokens(40, 2)]
+    with CachedModel(random_model(family), settings(), SEPARATOR) as cached:
+        assert cached.blends
+        for document in documents:
+            cached.learn(document)
+        prompt = join(random_tokens(9, 3), documents[::-1], random_tokens(8, 4), SEPARATOR)
+        assert cached.prefill(prompt).report.reused == 100
 
 
 def test_a_model_that_fails_the_self_test_is_served_in_full_and_reuses_exact_prefixes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A model whose layers do something that ours do not know (here: a logit scale in the attention)."""
+    """A model whose layers do something that ours do not know (here: the model scales its embeddings)."""
     model = random_model()
-    for layer in model.model.layers:
-        layer.self_attn.register_forward_hook(lambda _module, _inputs, output: (output[0] * 1.5, *output[1:]))
+    forward, embed = model.model.forward, model.model.embed_tokens
+    model.model.forward = lambda input_ids=None, **more: forward(**more | {"inputs_embeds": 1.5 * embed(input_ids)})
     with caplog.at_level(logging.ERROR), CachedModel(model, settings(), SEPARATOR) as cached:
         cached.learn(DOCUMENTS[0])
         done = cached.prefill(prompt(0))

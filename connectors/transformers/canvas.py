@@ -9,10 +9,9 @@ import torch
 from lmc.blend.canvas import KV, Attention, Canvas, Paged, positions_of, writes_and_attends
 from lmc.blend.kernels.choice import kernels_of
 from lmc.blend.layer_attention import LayerAttention
-from lmc.blend.rope import Rotation
 from lmc.blend.segments import Placement
 from lmc.blend.staging import Staging
-from lmc.connectors.transformers.layers import DecoderLayers, Projections
+from lmc.connectors.transformers.layers import Angles, DecoderLayers
 from lmc.shapes import KV as KINDS
 
 # For each layer in order: its number, and one part [K, T, H, D] for each placement.
@@ -25,8 +24,7 @@ class DenseRows:
 
     positions: torch.Tensor  # [T]
     hidden: torch.Tensor  # [T, E]
-    turns: tuple[torch.Tensor, torch.Tensor]  # cos and sin [T, R] of the positions
-    projected: Projections | None = None  # projections in the next layer, if they are already computed
+    angles: dict[str, Angles]  # cos and sin of the positions, by kind of layer
 
 
 class DenseCanvas(Canvas[DenseRows]):
@@ -42,12 +40,12 @@ class DenseCanvas(Canvas[DenseRows]):
         self._tokens = torch.tensor(tokens, device=self.device)
         # In its stored form, a document may end at a later position than the prompt.
         ends = [placement.first + placement.tokens for placement in placements]
-        self._cos, self._sin = layers.rows(max([len(tokens), *ends]))
+        self._angles = layers.angles(max([len(tokens), *ends]))
         old, self._stored = positions_of(placements, self.device)
-        half = self._cos.shape[-1] // 2  # Both halves of a row are equal.
-        rotation = Rotation(self._cos[:, :half], self._sin[:, :half])
-        self.attentions = [LayerAttention(scale=layers.scale, rotation=rotation)] * self.depth
-        self._turn = rotation.turn(old, self._stored)
+        self.attentions: Sequence[LayerAttention] = layers.attentions(self._angles)
+        self._turns = {
+            rotation: rotation.turn(old, self._stored) for rotation in {one.rotation for one in self.attentions}
+        }
         shape, empty = layers.shape, partial(torch.empty, dtype=layers.shape.dtype, device=self.device)
         size = (shape.kv_heads, len(tokens), shape.head_dim)
         self.kv: list[KV] = [(empty(size), empty(size)) for _ in range(self.depth)]  # [H, N, D] each
@@ -61,11 +59,12 @@ class DenseCanvas(Canvas[DenseRows]):
     def place(self, layer: int) -> int:
         """Write a layer's stored keys, rotated, and values to their positions."""
         self._placed = layer + 1
+        turn = self._turns[self.attentions[layer].rotation]
         if self._staging is None:
-            self.kernels.place(self._parts(layer), self._turn, self._stored, self.paged(layer))
+            self.kernels.place(self._parts(layer), turn, self._stored, self.paged(layer))
             return 0
         with self._staging.parts(layer) as staged:
-            self.kernels.place([staged], self._turn, self._stored, self.paged(layer))
+            self.kernels.place([staged], turn, self._stored, self.paged(layer))
         return 0
 
     def _parts(self, layer: int) -> Sequence[torch.Tensor]:
@@ -76,41 +75,50 @@ class DenseCanvas(Canvas[DenseRows]):
 
     def begin(self, positions: torch.Tensor, *, through: bool = False) -> DenseRows:
         """Return the embedded tokens at `positions`."""
-        hidden = self._layers.embed(self._tokens[positions])
-        return DenseRows(positions, hidden, (self._cos[positions], self._sin[positions]))
+        return DenseRows(positions, self._layers.embed(self._tokens[positions]), self._at(positions))
 
     def keep(self, rows: DenseRows, kept: torch.Tensor) -> DenseRows:
-        """Return the `kept` rows, with their projections if these are already computed."""
-        cos, sin = rows.turns
-        projected = rows.projected and Projections(*(projection[kept] for projection in rows.projected))
-        return DenseRows(rows.positions[kept], rows.hidden[kept], (cos[kept], sin[kept]), projected)
+        """Return the `kept` rows. Their projections are computed again when they run."""
+        positions = rows.positions[kept]
+        return DenseRows(positions, rows.hidden[kept], self._at(positions))
+
+    def _at(self, positions: torch.Tensor) -> dict[str, Angles]:
+        return {kind: angles.at(positions) for kind, angles in self._angles.items()}
 
     def batches(self, rows: DenseRows) -> list[slice]:
         """Return one batch of all rows."""
         return [slice(0, len(rows.positions))]
 
     def run(self, layer: int, rows: DenseRows, batch: slice, attention: Attention | None = None) -> None:
-        """Project the rows, write keys and values, attend, and finish the layer.
+        """Run the model's own layer on the rows, with the given attention or lmc's.
 
         The last layer is finished only for the last token, whose logits are computed.
         """
-        projected = rows.projected or self._layers.project(layer, rows.hidden, *rows.turns)
-        output = slice(-1, None) if layer == self.depth - 1 else slice(None)
+        kernels, own_attention, last = self.kernels, self.attentions[layer], layer == self.depth - 1
+        ended: list[bool] = []
 
-        def write() -> None:
-            self.write(layer, rows.positions, projected.key, projected.value)
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: object) -> torch.Tensor | None:
+            def write() -> None:
+                self.write(layer, rows.positions, key, value)
 
-        def own() -> torch.Tensor:
-            return self.kernels.attend(
-                projected.query[output], self.kv[layer], rows.positions[output], self.attentions[layer]
-            )
+            def own() -> torch.Tensor | None:
+                ended.append(last)
+                return None if last else kernels.attend(query, self.kv[layer], rows.positions, own_attention)
 
-        attended = (attention or writes_and_attends)(projected.query, write, own)
-        rows.projected = projected if attended is None else None
-        if attended is not None:
-            rows.hidden = self._layers.finish(layer, rows.hidden[output], attended)
-            if layer == self.depth - 1:
-                self.logits = self._layers.logits(rows.hidden[-1])
+            return (attention or writes_and_attends)(query, write, own)
+
+        def attend_last(query: torch.Tensor, *_: object) -> torch.Tensor:
+            return kernels.attend(query, self.kv[layer], rows.positions[-1:], own_attention)
+
+        angles = rows.angles[self._layers.kinds[layer]]
+        hidden = self._layers.run(layer, rows.hidden, rows.positions, angles, attend)
+        if hidden is not None:
+            rows.hidden = hidden
+        elif ended == [True]:  # All keys and values are in place, so that the last row alone can be finished.
+            end = Angles(angles.cos[-1:], angles.sin[-1:])
+            hidden = self._layers.run(layer, rows.hidden[-1:], rows.positions[-1:], end, attend_last)
+            assert hidden is not None
+            self.logits = self._layers.logits(hidden[-1])
         if self._staging is not None and layer + 1 == self._placed < self.depth:
             self._staging.begin(layer + 1)  # The host waits for the next layer while the GPU computes this layer.
 

@@ -10,7 +10,6 @@ from lmc.blend.canvas import KV
 from lmc.blend.segments import Placement
 from lmc.blend.selftest import (
     DOCUMENT_TOKENS,
-    PROMPT_TOKENS,
     QUESTION_SIZE,
     check,
     difference,
@@ -26,10 +25,10 @@ from lmc.errors import UnsupportedModel
 
 def prove_model(model: Any, layers: DecoderLayers) -> None:
     """Raise `UnsupportedModel` if lmc's layers compute different keys, values or logits than the model itself."""
-    if layers.positions < PROMPT_TOKENS:
-        raise UnsupportedModel(f"the model accepts {layers.positions} tokens, but the self-test needs {PROMPT_TOKENS}")
     with torch.inference_mode():
-        tokens = random_prompt(layers.vocabulary, DenseCanvas(layers, [0], [], iter(())).attentions)
+        tokens = random_prompt(layers.vocabulary, layers.attentions(layers.angles(1)))
+        if layers.positions < len(tokens):
+            raise UnsupportedModel(f"the model accepts {layers.positions} tokens, the self-test needs {len(tokens)}")
         start = len(tokens) - DOCUMENT_TOKENS
         (whole, wanted), (in_two, again), (alone, _), (repeated, _) = (
             _prefill(model, chunks)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lmc.blend.canvas import Attention, writes_and_attends
+from lmc.blend.canvas import Attention, EndOfLayer, writes_and_attends
 from lmc.blend.kernels.choice import kernels_of
 from lmc.blend.layer_attention import LayerAttention
 from lmc.blend.rope import UNROTATED, Rotation
@@ -29,10 +29,6 @@ from lmc.shapes import KVShape
 
 PASSED = {"positions", "hidden_states", "residual"}  # what lmc can pass to a layer
 MOST_RUNS = 4096  # maximal number of runs in a batch for a GPU backend, which allocates buffers for them
-
-
-class _EndOfLayer(Exception):
-    """Raised to end a layer after its projections, when the rest of the layer is not needed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -182,7 +178,7 @@ class NativeLayers:
         try:
             with self._replaced(layer, batch, attention or writes_and_attends), self._context(len(given["positions"])):
                 result = self._layers[layer](**given)
-        except _EndOfLayer:
+        except EndOfLayer:
             return
         states, residual = result if isinstance(result, tuple) else (result, None)
         # The residual is written first, because a kernel that works in place may return layer 0's input as residual.
@@ -192,7 +188,7 @@ class NativeLayers:
 
     def run_through(self, rows: PagedRows, batch: RowBatch, attention_of: Callable[[int], Attention | None]) -> None:
         """Run all layers for the rows of a batch, in the model as the engine has compiled it."""
-        with suppress(_EndOfLayer), ExitStack() as stack:
+        with suppress(EndOfLayer), ExitStack() as stack:
             for layer in range(self.depth):
                 stack.enter_context(self._replaced(layer, batch, attention_of(layer) or writes_and_attends))
             stack.enter_context(self._context(batch.rows.stop - batch.rows.start, skip_compiled=False))
@@ -217,11 +213,11 @@ class NativeLayers:
 
         def catch(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
             caught.append(parameters.bind(*arguments, **named).arguments["hidden_states"])
-            raise _EndOfLayer
+            raise EndOfLayer
 
         handle = self._layers[0].register_forward_pre_hook(catch, with_kwargs=True)
         try:
-            with suppress(_EndOfLayer), self._context(len(tokens)):
+            with suppress(EndOfLayer), self._context(len(tokens)):
                 self._model(tokens, positions)
         finally:
             handle.remove()
@@ -299,7 +295,7 @@ class NativeLayers:
 
             attended = attention(query, write, own)
             if attended is None:
-                raise _EndOfLayer
+                raise EndOfLayer
             if attended is not output:
                 output.copy_(attended)
             return output
