@@ -34,6 +34,11 @@ class Rotation:
     sin: torch.Tensor  # [N, R/2]
     interleaved: bool = False
 
+    def same_as(self, other: "Rotation") -> bool:
+        """Return whether both rotations have equal tables."""
+        pairs = ((self.cos, other.cos), (self.sin, other.sin))
+        return self.interleaved == other.interleaved and all(torch.equal(*pair) for pair in pairs)
+
     def turn(self, old: torch.Tensor, new: torch.Tensor) -> Turn:
         """Return the rotation that moves keys from the positions `old [T]` to the positions `new [T]`."""
         if not self.cos.shape[1]:

@@ -19,6 +19,7 @@ from lmc.blend.strategies import NEEDS_QUESTION, RecomputePolicy
 from lmc.errors import UnsupportedModel
 
 PROMPT_TOKENS = 64  # tokens of the prompt after what the layers' windows hide from its last token
+LONGEST_ON_CPU = 1100  # tokens of the prompt; larger windows are then not tested
 DOCUMENT_TOKENS = 27  # last tokens of the prompt, which are also computed alone, as a document that is moved
 QUESTION_SIZE = 8  # tokens of the question in a rehearsal
 LONG = 2048  # tokens of a context whose keys several programs of a kernel share
@@ -33,9 +34,19 @@ NOISE = 8
 CEILING = 0.1
 
 
-def random_prompt(vocabulary: int, attentions: Sequence[LayerAttention]) -> list[int]:
-    """Return the random tokens of the self-test's prompt."""
-    length = PROMPT_TOKENS + max(attention.reach for attention in attentions)
+def random_prompt(
+    vocabulary: int, attentions: Sequence[LayerAttention], longest: int, device: torch.device
+) -> list[int]:
+    """Return the random tokens of the self-test's prompt.
+
+    It is no longer than the model's longest prompt, in which a larger window hides nothing, and on a CPU no longer than
+    `LONGEST_ON_CPU`, because a large model needs minutes for more. Raises `UnsupportedModel` if the model's longest
+    prompt is too short for the test.
+    """
+    if longest < PROMPT_TOKENS:
+        raise UnsupportedModel(f"the model accepts {longest} tokens, but the self-test needs {PROMPT_TOKENS}")
+    most = longest if device.type == "cuda" else min(longest, LONGEST_ON_CPU)
+    length = min(PROMPT_TOKENS + max(attention.reach for attention in attentions), most)
     return torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(0)).tolist()
 
 

@@ -229,7 +229,8 @@ class NativeLayers:
         for layer in self._layers:
             for rope in (module for module in layer.modules() if _is_rope(module)):
                 if rope not in made:
-                    made[rope] = _rotation_of(rope, self.longest)
+                    rotation = _rotation_of(rope, self.longest)
+                    made[rope] = next((other for other in made.values() if other.same_as(rotation)), rotation)
         called: list[Any] = []
         handles = [rope.register_forward_pre_hook(lambda rope, _: called.append(rope)) for rope in made]
         try:

@@ -38,12 +38,10 @@ def prove_model(
     Each call of a layer or of the model has at most `rows` rows. On a GPU, a stored document is copied on `stream` from
     page-locked memory, as in a blend. Returns whether the model can also be called in its compiled form.
     """
-    exam = _Exam(layers, random_prompt(vocabulary, layers.attentions), rows, stream)
+    exam = _Exam(layers, random_prompt(vocabulary, layers.attentions, layers.longest, layers.device), rows, stream)
     length = len(exam.tokens)
     if blocks <= len(exam.table):
         raise UnsupportedModel(f"the KV cache has only {blocks} blocks, and the self-test needs more")
-    if length > layers.longest:
-        raise UnsupportedModel(f"the self-test needs {length} tokens, and --max-model-len is {layers.longest}")
     start = length - DOCUMENT_TOKENS
     piece = Piece.whole(RecordKind.DOCUMENT, ChunkKey(b""), DOCUMENT_TOKENS, start, 0, None, exact=False)
     with torch.inference_mode():
