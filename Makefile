@@ -126,7 +126,9 @@ bench-engine: $(ENGINE)/ready $(VENV)/ready
 	$(ENGINE)/bin/python bench/vllm_ttft.py --keep
 	$(ENGINE)/bin/python bench/vllm_itl.py --keep
 	$(ENGINE)/bin/python bench/vllm_overhead.py --keep
+	$(ENGINE)/bin/python bench/vllm_steps.py --model both --keep
 	$(ENGINE)/bin/python bench/no_harm.py --keep
+	$(ENGINE)/bin/python bench/agent.py --keep
 	$(ENGINE)/bin/python bench/mixed.py --keep
 	$(ENGINE)/bin/python bench/conversation.py --keep
 	$(ENGINE)/bin/python bench/vllm_decay.py --keep

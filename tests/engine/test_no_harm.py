@@ -1,4 +1,4 @@
-"""A small part of `bench/no_harm.py` and of `bench/conversation.py`, with real engines and the shipped model."""
+"""Small parts of three benchmarks of the cost of lmc, with real engines and the shipped model."""
 
 import json
 import os
@@ -55,6 +55,15 @@ def test_both_engines_get_the_same_traffic_and_lmc_finds_what_it_knows() -> None
     assert cached[0] == 0
     assert cached[1:] == sorted(cached[1:])
     assert cached[1] > 1000
+
+
+def test_one_engine_serves_with_and_without_a_connector() -> None:
+    found = run("bench/vllm_steps.py", "--rounds", "1")
+    assert list(found["by_workload"]) == ["small cached", "small new", "small burst"]
+    for numbers in found["by_workload"].values():
+        assert set(numbers["seconds"]) == {"none", "idle", "lmc"}
+    ratios = [numbers[f"lmc_{name}"] for numbers in found["by_workload"].values() for name in ("ttft", "throughput")]
+    assert found["worst"] == min(ratios) > 0
 
 
 def test_ways_of_going_on_with_a_conversation_are_compared_with_full_prefill() -> None:
