@@ -64,7 +64,7 @@ class Changing(Host):
         }
 
     def change(self, name: str) -> dict[str, Any]:
-        """Let lmc end what it has begun, then serve with this connector."""
+        """Wait until lmc has no work left, then serve with this connector."""
         self._use(LMC)
         self.settle()
         self._use(name)

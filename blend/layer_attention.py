@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lmc.blend.rope import UNROTATED, Rotation
+from lmc.blend.rope import UNROTATED, Rotation, Turn
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -37,6 +37,15 @@ class LayerAttention:
         if self.window:
             return (positions - (self.window - 1)).clamp_min_(0)
         return positions - positions % self.chunk if self.chunk else torch.zeros_like(positions)
+
+
+def turns_of(attentions: Sequence[LayerAttention], old: torch.Tensor, new: torch.Tensor) -> list[Turn]:
+    """Return, by layer, the rotation that moves keys from the positions `old [T]` to the positions `new [T]`.
+
+    Layers with the same RoPE share it.
+    """
+    turns = {rotation: rotation.turn(old, new) for rotation in {attention.rotation for attention in attentions}}
+    return [turns[attention.rotation] for attention in attentions]
 
 
 def scoring_layers(attentions: Sequence[LayerAttention]) -> list[bool]:

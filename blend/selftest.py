@@ -12,8 +12,8 @@ import torch
 
 from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.canvas import KV, Canvas, Paged, R
+from lmc.blend.kernels.shift import rotated
 from lmc.blend.layer_attention import LayerAttention
-from lmc.blend.rope import rotate
 from lmc.blend.segments import Placement
 from lmc.blend.strategies import NEEDS_QUESTION, RecomputePolicy
 from lmc.errors import UnsupportedModel
@@ -39,7 +39,7 @@ def random_prompt(
 ) -> list[int]:
     """Return the random tokens of the self-test's prompt.
 
-    It is no longer than the model's longest prompt, in which a larger window hides nothing, and on a CPU no longer than
+    Its length is limited by that of the model's longest prompt, in which a larger window hides nothing, and on a CPU by
     `LONGEST_ON_CPU`, because a large model needs minutes for more. Raises `UnsupportedModel` if the model's longest
     prompt is too short for the test.
     """
@@ -181,7 +181,7 @@ def _turned(attentions: Sequence[LayerAttention], repeated: Sequence[KV]) -> flo
     for layer in layers:
         keys = repeated[layer][0]
         old = torch.arange(len(keys) // 2, device=keys.device)
-        new, moved = old + len(keys) // 2, torch.empty_like(keys[old]).transpose(0, 1)
-        rotate(keys[old].transpose(0, 1), attentions[layer].rotation.turn(old, new), moved)
-        found.append(difference(moved.transpose(0, 1), keys[new]))
+        new = old + len(keys) // 2
+        moved = rotated(keys[old], attentions[layer].rotation.turn(old, new))
+        found.append(difference(moved, keys[new]))
     return max(found)

@@ -11,23 +11,15 @@ probes are the tokens that are recomputed anyway. Regression on a constant alone
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from lmc.blend.canvas import KV, Attention, Canvas, Own
 from lmc.blend.kernels.shift import MOST_EXAMPLES, Spans
-from lmc.blend.rope import Turn
+from lmc.blend.layer_attention import turns_of
 
 SINKS = 2  # Tokens computed at this many first positions are attention sinks, which change differently.
-
-
-class _Turns(NamedTuple):
-    """Rotations of keys from their positions to position 0, and from there to their positions."""
-
-    examples_back: Turn
-    others_back: Turn
-    others_forth: Turn
 
 
 class Shift:
@@ -48,14 +40,10 @@ class Shift:
         self._spans = Spans.of(tokens, [len(group) for group in chosen], canvas.device)
         self._examples, self._others = canvas.slots(examples), canvas.slots(others)
         self._weights: torch.Tensor | None = None  # [T, MOST_EXAMPLES], computed in the first layer
-        self._turns = {
-            rotation: _Turns(
-                examples_back=rotation.turn(examples, torch.zeros_like(examples)),
-                others_back=rotation.turn(others, torch.zeros_like(others)),
-                others_forth=rotation.turn(torch.zeros_like(others), others),
-            )
-            for rotation in {attention.rotation for attention in canvas.attentions}
-        }
+        # By layer, the rotations of keys to position 0, and from there to their positions.
+        self._examples_back = turns_of(canvas.attentions, examples, torch.zeros_like(examples))
+        self._others_back = turns_of(canvas.attentions, others, torch.zeros_like(others))
+        self._others_forth = turns_of(canvas.attentions, torch.zeros_like(others), others)
         # The cost in one layer, as the number of rows that take as long to compute.
         self.cost = canvas.context_cost(len(others))
 
@@ -78,12 +66,11 @@ class Shift:
     def _apply(self, layer: int, stored: KV) -> None:
         """Shift the other tokens. The recomputed tokens must have their new keys and values."""
         canvas, others, kernels = self._canvas, self._others, self._canvas.kernels
-        turns = self._turns[canvas.attentions[layer].rotation]
         if self._weights is None:
-            back = turns.examples_back, turns.others_back
+            back = self._examples_back[layer], self._others_back[layer]
             self._weights = kernels.weights_of(canvas, layer, stored[0], others, back, self._spans)
-        changes = kernels.changes_of(canvas, layer, self._examples, stored, turns.examples_back)
-        kernels.correct(canvas, layer, others, self._weights, changes, self._spans, turns.others_forth)
+        changes = kernels.changes_of(canvas, layer, self._examples, stored, self._examples_back[layer])
+        kernels.correct(canvas, layer, others, self._weights, changes, self._spans, self._others_forth[layer])
 
 
 def shifts_of(

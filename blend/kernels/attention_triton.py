@@ -23,11 +23,12 @@ from lmc.blend.kernels.attention import OverHeads
 from lmc.blend.kernels.place_triton import CHANGING, FUSED, padded
 from lmc.blend.layer_attention import LayerAttention
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 FILLED = 256  # number of programs that keep a large GPU busy
 FEWEST = 16  # minimum number of rows of a product on tensor cores
 SHARE = 512  # minimum number of keys per program if several programs share the keys
-ALL, WINDOW, CHUNK = range(3)  # which keys before its own position a query sees
+# Which keys before its own position a query sees. Kernels may only read constants of this type.
+ALL, WINDOW, CHUNK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -42,8 +43,8 @@ def _pages(base, table, j, seen, h, stride_block, stride_head, stride_token, SIZ
 
 @triton.jit
 def _first_seen(at, limit, LIMIT: tl.constexpr):
-    """Return the first positions that queries at `at` see: LIMIT is 1 for a window, and 2 for a chunk."""
-    if LIMIT == 1:
+    """Return the first positions that queries at `at` see, in a window or a chunk of `limit` positions."""
+    if LIMIT == WINDOW:
         return at - limit + 1
     return at - at % limit
 
@@ -71,7 +72,7 @@ def _step(
     logits = tl.dot(query, key, input_precision="tf32x3") * factor
     if not ALL_SEEN:
         logits = tl.where(j[None, :] <= at[:, None], logits, float("-inf"))
-    if LIMIT > 0:
+    if LIMIT != ALL:
         logits = tl.where(j[None, :] >= _first_seen(at, limit, LIMIT)[:, None], logits, float("-inf"))
     if PRESENT or not ALL_SEEN:
         logits = tl.where(seen[None, :], logits, float("-inf"))
@@ -116,17 +117,17 @@ def _attend(
     most = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     if SINKS:  # If several programs share the keys, the first one counts the sinks.
-        sink = tl.load(sinks + head, mask=there, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks + head, mask=there, other=float("-inf")).to(tl.float32) * LOG2_E
         most = tl.where(share == 0, sink, most)
         total = tl.where(most == float("-inf"), 0.0, 1.0)
     sums = tl.zeros([BM, WIDE], tl.float32)
-    low = tl.maximum(_first_seen(first, limit, LIMIT), 0) // BN * BN if LIMIT > 0 else 0
+    low = tl.maximum(_first_seen(first, limit, LIMIT), 0) // BN * BN if LIMIT != ALL else 0
     per = tl.cdiv(tl.cdiv(reach - low, tl.num_programs(2)), BN) * BN
     begin = low + share * per
     reach = tl.minimum(reach, begin + per)
     # Every query sees all keys before `whole`, unless a window or a chunk hides some.
-    whole = tl.minimum((first + 1) // BN * BN, reach) if LIMIT == 0 else begin
-    if LIMIT == 0:
+    whole = tl.minimum((first + 1) // BN * BN, reach) if LIMIT == ALL else begin
+    if LIMIT == ALL:
         for start in range(begin, whole, BN):
             most, total, sums = _step(
                 q, keys, values, table, present, at, start, reach, h, most, total, sums, factor, limit,
@@ -212,7 +213,7 @@ def _paid(
                 logits = tl.dot(q, key, input_precision="tf32x3") * factor
                 weights = tl.exp2(logits - log_sum[:, None])
                 weights = tl.where((j[None, :] <= at[:, None]) & seen[None, :], weights, 0.0)
-                if LIMIT > 0:
+                if LIMIT != ALL:
                     weights = tl.where(j[None, :] >= _first_seen(at, limit, LIMIT)[:, None], weights, 0.0)
                 over_heads = tl.maximum(over_heads, weights) if OVER_ALL else over_heads + weights
         best = tl.maximum(best, tl.max(over_heads, 0))
@@ -256,7 +257,7 @@ def attend_and_score(
     paid = make(count, dtype=torch.float32, device=query.device)
     _paid[(triton.cdiv(count, keys), triton.cdiv(tokens, some) if shared else 1)](
         query, pages.keys, pages.table, positions, present, log_sums, paid,
-        tokens, count, layer.scale * LOG2_E, layer.reach, *query.stride()[:2], *pages.keys.stride()[:3],
+        tokens, count, layer.scale * LOG2_E.value, layer.reach, *query.stride()[:2], *pages.keys.stride()[:3],
         HEADS=heads, GROUP=queries // heads, D=dim, WIDE=padded(dim), SIZE=_size(pages), BT=some, BN=keys,
         PAGED=pages.table is not None, LIMIT=_limit(layer), OVER_ALL=over_heads == "max", SHARED=shared,
         num_warps=warps, **FUSED,
@@ -292,7 +293,7 @@ def _attended(
         )
     _attend[(heads, tiles, count)](
         query, pages.keys, pages.values, pages.table, positions, present, layer.sinks, parts, sums,
-        tokens, layer.scale * LOG2_E, layer.reach,
+        tokens, layer.scale * LOG2_E.value, layer.reach,
         *query.stride()[:2], *pages.keys.stride()[:3], *pages.values.stride()[:3],
         HEADS=heads, GROUP=group, D=dim, WIDE=padded(dim), SIZE=_size(pages), BM=rows, BN=keys,
         PAGED=pages.table is not None, PRESENT=hides, LIMIT=_limit(layer),
@@ -308,7 +309,7 @@ def _attended(
 
 def _limit(layer: LayerAttention) -> int:
     """Return which keys before its own position a query sees."""
-    return WINDOW if layer.window else CHUNK if layer.chunk else ALL
+    return int((WINDOW if layer.window else CHUNK if layer.chunk else ALL).value)
 
 
 def _by_rows(query: torch.Tensor) -> torch.Tensor:

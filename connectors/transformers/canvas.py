@@ -8,7 +8,7 @@ import torch
 
 from lmc.blend.canvas import KV, Attention, Canvas, Paged, positions_of, writes_and_attends
 from lmc.blend.kernels.choice import kernels_of
-from lmc.blend.layer_attention import LayerAttention
+from lmc.blend.layer_attention import LayerAttention, turns_of
 from lmc.blend.segments import Placement
 from lmc.blend.staging import Staging
 from lmc.connectors.transformers.layers import Angles, DecoderLayers
@@ -43,9 +43,7 @@ class DenseCanvas(Canvas[DenseRows]):
         self._angles = layers.angles(max([len(tokens), *ends]))
         old, self._stored = positions_of(placements, self.device)
         self.attentions: Sequence[LayerAttention] = layers.attentions(self._angles)
-        self._turns = {
-            rotation: rotation.turn(old, self._stored) for rotation in {one.rotation for one in self.attentions}
-        }
+        self._turns = turns_of(self.attentions, old, self._stored)
         shape, empty = layers.shape, partial(torch.empty, dtype=layers.shape.dtype, device=self.device)
         size = (shape.kv_heads, len(tokens), shape.head_dim)
         self.kv: list[KV] = [(empty(size), empty(size)) for _ in range(self.depth)]  # [H, N, D] each
@@ -59,12 +57,11 @@ class DenseCanvas(Canvas[DenseRows]):
     def place(self, layer: int) -> int:
         """Write a layer's stored keys, rotated, and values to their positions."""
         self._placed = layer + 1
-        turn = self._turns[self.attentions[layer].rotation]
         if self._staging is None:
-            self.kernels.place(self._parts(layer), turn, self._stored, self.paged(layer))
+            self.kernels.place(self._parts(layer), self._turns[layer], self._stored, self.paged(layer))
             return 0
         with self._staging.parts(layer) as staged:
-            self.kernels.place([staged], turn, self._stored, self.paged(layer))
+            self.kernels.place([staged], self._turns[layer], self._stored, self.paged(layer))
         return 0
 
     def _parts(self, layer: int) -> Sequence[torch.Tensor]:
@@ -95,14 +92,15 @@ class DenseCanvas(Canvas[DenseRows]):
         The last layer is finished only for the last token, whose logits are computed.
         """
         kernels, own_attention, last = self.kernels, self.attentions[layer], layer == self.depth - 1
-        ended: list[bool] = []
+        finishes = False  # whether the last layer is to be finished
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: object) -> torch.Tensor | None:
             def write() -> None:
                 self.write(layer, rows.positions, key, value)
 
             def own() -> torch.Tensor | None:
-                ended.append(last)
+                nonlocal finishes
+                finishes = last
                 return None if last else kernels.attend(query, self.kv[layer], rows.positions, own_attention)
 
             return (attention or writes_and_attends)(query, write, own)
@@ -114,7 +112,7 @@ class DenseCanvas(Canvas[DenseRows]):
         hidden = self._layers.run(layer, rows.hidden, rows.positions, angles, attend)
         if hidden is not None:
             rows.hidden = hidden
-        elif ended == [True]:  # All keys and values are in place, so that the last row alone can be finished.
+        elif finishes:  # All keys and values are in place, so that the last row alone can be finished.
             end = Angles(angles.cos[-1:], angles.sin[-1:])
             hidden = self._layers.run(layer, rows.hidden[-1:], rows.positions[-1:], end, attend_last)
             assert hidden is not None

@@ -6,7 +6,7 @@ its sinks, is the description of its attention. No model code is imported.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -16,8 +16,9 @@ from transformers import AttentionInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from lmc.blend.canvas import EndOfLayer
+from lmc.blend.kernels.shift import rotated
 from lmc.blend.layer_attention import LayerAttention
-from lmc.blend.rope import UNROTATED, Rotation, Turn, check_rope, rotate
+from lmc.blend.rope import UNROTATED, Rotation, Turn, check_rope
 from lmc.blend.selftest import FLOOR, difference
 from lmc.errors import UnsupportedModel
 from lmc.shapes import KVShape
@@ -80,7 +81,7 @@ class DecoderLayers:
         self.device: torch.device = weight.device
         try:
             with torch.inference_mode():
-                self._seen = [self._examined(layer) for layer in range(self.depth)]
+                self._seen = self._examined()
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise UnsupportedModel(
                 f"layers of models of type {config.model_type!r} cannot be called one by one: {error!r}"
@@ -149,39 +150,52 @@ class DecoderLayers:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _examined(self, layer: int) -> tuple[dict[str, Any], int | None]:
-        """Return scale, window and sinks of a layer, and the index of its rotation; None if its keys do not rotate.
+    def _examined(self) -> list[tuple[dict[str, Any], int | None]]:
+        """Return scale, window and sinks of each layer, and the index of its rotation; None if its keys do not rotate.
 
-        The layer projects the same hidden state at two positions.
+        The layers project the same hidden state at two positions.
         """
-        angles = self.angles(PROBED + 1)[self.kinds[layer]]
+        angles, hidden = self.angles(PROBED + 1), self.embed(torch.ones(1, dtype=torch.long, device=self.device))
+        ends = [torch.tensor([position], device=self.device) for position in (0, PROBED)]
+        found = []
+        for layer, kind in enumerate(self.kinds):
+            (first, named), (moved, _) = (self._projected(layer, hidden, at, angles[kind].at(at)) for at in ends)
+            if first.shape[1:] != (self.shape.kv_heads, self.shape.head_dim):
+                raise UnsupportedModel("its layers have KV heads of different numbers or sizes")
+            if named.get("softcap"):
+                what = "a soft cap of its logits, which lmc's attention does not support"
+                raise UnsupportedModel(f"its attention has {what}")
+            seen = {
+                "scale": float(named["scaling"]),
+                "window": int(named.get("sliding_window") or 0),
+                "sinks": named.get("s_aux"),
+            }
+            turns = [rotation.turn(*ends) for rotation in _rotations(angles[kind])]
+            found.append((seen, _way(first, moved, turns)))
+        return found
+
+    def _projected(
+        self, layer: int, hidden: torch.Tensor, at: torch.Tensor, angles: Angles
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Return the keys `[T, H, D]` of some rows, and what the layer passes to its attention function in addition."""
         found: list[tuple[torch.Tensor, dict[str, Any]]] = []
-        hidden = self.embed(torch.ones(1, dtype=torch.long, device=self.device))
-        for position in (0, PROBED):
-            at = torch.tensor([position], device=self.device)
+        self.run(layer, hidden, at, angles, lambda _, key, __, named: found.append((key, named)))
+        return found[0]
 
-            def note(_: torch.Tensor, key: torch.Tensor, value: torch.Tensor, named: dict[str, Any]) -> None:
-                found.append((key, named))
 
-            self.run(layer, hidden, at, angles.at(at), note)
-        (first, named), (moved, _) = found
-        if first.shape[1:] != (self.shape.kv_heads, self.shape.head_dim):
-            raise UnsupportedModel("its layers have KV heads of different numbers or sizes")
-        if named.get("softcap"):
-            raise UnsupportedModel("its attention has a soft cap of its logits, which lmc's attention does not support")
-        seen = {
-            "scale": float(named["scaling"]),
-            "window": int(named.get("sliding_window") or 0),
-            "sinks": named.get("s_aux"),
-        }
-        at_first, at_moved = (torch.tensor([position], device=self.device) for position in (0, PROBED))
-        allowed = FLOOR[self.shape.dtype]
-        if difference(first, moved) <= allowed:
-            return seen, None
-        for way, rotation in enumerate(_rotations(angles)):
-            if difference(_turned(first, rotation.turn(at_first, at_moved)), moved) <= allowed:
-                return seen, way
-        raise UnsupportedModel("its keys at two positions are not rotations of each other")
+def _way(first: torch.Tensor, moved: torch.Tensor, turns: Sequence[Turn]) -> int | None:
+    """Return the index of the rotation that makes `moved` of the keys `first`; None if they are equal.
+
+    Raises `UnsupportedModel` if there is none.
+    """
+    allowed = FLOOR[first.dtype]
+    if difference(first, moved) <= allowed:
+        return None
+    for way, turn in enumerate(turns):
+        fits = 2 * turn.cos.shape[-1] <= first.shape[-1]
+        if fits and difference(rotated(first, turn), moved) <= allowed:
+            return way
+    raise UnsupportedModel("its keys at two positions are not rotations of each other")
 
 
 @contextmanager
@@ -204,11 +218,3 @@ def _rotations(angles: Angles) -> Iterator[Rotation]:
     for columns in (slice(0, half), slice(0, None, 2), slice(None)):
         for interleaved in (False, True):
             yield Rotation(angles.cos[:, columns], angles.sin[:, columns], interleaved)
-
-
-def _turned(keys: torch.Tensor, turn: Turn) -> torch.Tensor:
-    if 2 * turn.cos.shape[-1] > keys.shape[-1]:
-        return torch.full_like(keys, torch.nan)
-    turned = torch.empty_like(keys)
-    rotate(keys.transpose(0, 1), turn, turned.transpose(0, 1))
-    return turned

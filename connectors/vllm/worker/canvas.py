@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from lmc.blend.canvas import KV, Attention, Paged, positions_of
-from lmc.blend.layer_attention import LayerAttention
+from lmc.blend.layer_attention import LayerAttention, turns_of
 from lmc.blend.staging import Staging
 from lmc.connectors.vllm.messages import BlendJob
 from lmc.connectors.vllm.worker.native import NativeLayers, PagedRows, RowBatch
@@ -61,7 +61,7 @@ class PagedCanvas:
         self._kernel_blocks = layers.kernel_blocks(self._blocks).to(torch.int32)
         old, new = positions_of(job.documents, self.device)
         self._stored = self.slots(new)
-        self._turns = {rotation: rotation.turn(old, new) for rotation in {one.rotation for one in self.attentions}}
+        self._turns = turns_of(self.attentions, old, new)
         self._loads, self._place_cost = loads, len(self._stored) // COPY_COST + 1
         if loads is not None:
             self._place_cost += loads.cost
@@ -93,7 +93,7 @@ class PagedCanvas:
         return self._place_cost
 
     def _place(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor, into: Paged) -> None:
-        self.kernels.place(parts, self._turns[self.attentions[layer].rotation], slots, into)
+        self.kernels.place(parts, self._turns[layer], slots, into)
 
     def _parts(self, layer: int) -> list[torch.Tensor]:
         """Return the stored parts of a layer, `[K, T, H, D]` for each piece."""

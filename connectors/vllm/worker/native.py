@@ -80,7 +80,8 @@ class NativeLayers:
         # Whether the engine has compiled the model as a whole. Compilation has then ended before this point. The
         # language model of a multimodal model is compiled for embeddings instead of tokens.
         self.compiled = language is model and not getattr(language.model, "do_not_compile", True)
-        self._takes_residual = _takes_residual(self._layers[0])
+        self._signature = inspect.signature(self._layers[0].forward)
+        self._takes_residual = "residual" in self._signature.parameters
         attentions = [[m for m in layer.modules() if isinstance(m, vllm_api.Attention)] for layer in self._layers]
         if any(len(modules) != 1 for modules in attentions):
             raise UnsupportedModel("a layer does not have exactly one attention")
@@ -209,10 +210,9 @@ class NativeLayers:
     def _embedded(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the hidden states `[T, E]` that the model gives to its layer 0 (some models scale embeddings)."""
         caught: list[torch.Tensor] = []
-        parameters = inspect.signature(self._layers[0].forward)
 
         def catch(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-            caught.append(parameters.bind(*arguments, **named).arguments["hidden_states"])
+            caught.append(self._signature.bind(*arguments, **named).arguments["hidden_states"])
             raise EndOfLayer
 
         handle = self._layers[0].register_forward_pre_hook(catch, with_kwargs=True)
@@ -231,22 +231,21 @@ class NativeLayers:
                 if rope not in made:
                     rotation = _rotation_of(rope, self.longest)
                     made[rope] = next((other for other in made.values() if other.same_as(rotation)), rotation)
-        called: list[Any] = []
+        token, called = torch.zeros(1, dtype=torch.long, device=self.device), list[Any]()
+        rows = self.begin(token, token, token + 1, 1)  # one token in block 1, which is unused
         handles = [rope.register_forward_pre_hook(lambda rope, _: called.append(rope)) for rope in made]
         try:
-            ropes = [self._rope_called(layer, called) for layer in range(self.depth)]
+            with torch.inference_mode():
+                ropes = [self._rope_called(layer, rows, called) for layer in range(self.depth)]
             return [made[rope] if rope is not None else UNROTATED for rope in ropes]
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _rope_called(self, layer: int, called: list[Any]) -> Any | None:
-        """Return the RoPE that a layer calls for one token. The layer ends before its keys are written."""
+    def _rope_called(self, layer: int, rows: PagedRows, called: list[Any]) -> Any | None:
+        """Return the RoPE that a layer calls; RoPEs add themselves to `called`. No keys are written."""
         called.clear()
-        one = torch.zeros(1, dtype=torch.long, device=self.device)
-        with torch.inference_mode():
-            rows = self.begin(one, one, one + 1, 1)
-            self.run(layer, rows, rows.batches[0], lambda *_: None)
+        self.run(layer, rows, rows.batches[0], lambda *_: None)
         if len(called) > 1:
             raise UnsupportedModel("a layer calls its RoPE more than once")
         return called[0] if called else None
@@ -383,10 +382,6 @@ def _layers_of(language: Any) -> list[Any]:
     return layers
 
 
-def _takes_residual(layer: Any) -> bool:
-    return "residual" in inspect.signature(layer.forward).parameters
-
-
 def _unsupported(attention: Any) -> str:
     """Return what the attention computes that lmc's own attention does not; an empty string if nothing.
 
@@ -437,7 +432,10 @@ def _rotation_of(rope: Any, longest: int) -> Rotation:
 
 
 def _checked(table: torch.Tensor, longest: int, *, interleaved: bool) -> Rotation:
-    """Return the rotation by a table of cos and sin `[N, R]`. Raises `UnsupportedModel` if rows are no rotations."""
+    """Return the rotation by a table of cos and sin `[N, R]`.
+
+    Raises `UnsupportedModel` if the table is too short, or if its rows are not rotations of one another.
+    """
     if table.dim() != 2:
         raise UnsupportedModel("its RoPE has several tables of cos and sin")
     if len(table) < longest:
