@@ -3,9 +3,11 @@
     python bench/quality.py [--tasks …] [--size medium] [--words held-out] [--inside] [--prompts 24] [--matrix] …
     python bench/quality.py --quick       # a minute or two; fails if the default closes less than 93 % of the gap
 
-Tasks are those of `bench/quality/tasks.py` with SmolLM2-135M-Instruct in its chat template; `real`, the demo's
-questions over real documents; and `small`, the questions of the small model that lmc ships. What is measured of each
-way, as a mean over the prompts of a task:
+    python bench/quality.py --model gemma3 --default    # another pretrained model of `lmc/demo/pretrained.py`
+
+Tasks are those of `bench/quality/tasks.py` with a pretrained model, by default SmolLM2-135M-Instruct, in its chat
+template if it has one; `real`, the demo's questions over real documents; and `small`, the questions of the small model
+that lmc ships. What is measured of each way, as a mean over the prompts of a task:
 
     kl          KL(full ‖ way) in nats over the tokens of the right answer, which are given (teacher forcing); those
                 of full prefill's own answer in tasks that are not made
@@ -37,14 +39,17 @@ from quality.tasks import CONTROLS, MAIN, TASKS
 from quality.ways import BLIND, FULL, ROUNDED, default, ways
 
 from lmc.config.settings import Settings
+from lmc.demo.pretrained import MODELS
 from lmc.demo.random_model import machine
 
+USUAL = "smollm2"
 PICTURED = 1  # prompts of each task whose choice the page shows
 QUICK_TASKS, QUICK_PROMPTS, QUICK_LEAST = ("scope", "update", "pronoun"), 2, 0.93
 
 
 def main() -> int:
     arguments = parser(__doc__, "quality")
+    arguments.add_argument("--model", choices=MODELS, default=USUAL, help="the pretrained model")
     arguments.add_argument("--tasks", default=",".join([*MAIN, *CONTROLS, REAL_TASK]))
     arguments.add_argument("--size", choices=FILLERS, default="medium", help="of the documents of made prompts")
     arguments.add_argument("--words", choices=WORDS, default="held-out", help="of made prompts")
@@ -58,13 +63,15 @@ def main() -> int:
     arguments.add_argument("--matrix", action="store_true", help="all ways, and not only the default and the presets")
     arguments.add_argument("--default", action="store_true", help="only the default and blind reuse")
     arguments.add_argument("--ratios", default="0.05,0.1,0.15,0.3")
-    arguments.add_argument("--rows", type=Path, default=Path(".demo/quality.jsonl"), help="a line for each prompt")
+    arguments.add_argument("--rows", type=Path, help="a file with a line for each prompt")
     arguments.add_argument("--page", type=Path, default=Path(".demo/quality.html"))
     arguments.add_argument(
         "--minutes", type=float, default=float("inf"), help="measure no longer, and show what is there"
     )
     arguments.add_argument("--quick", action="store_true", help="a few prompts of the default; fails if it got worse")
     options = arguments.parse_args()
+    result_name = "quality" if options.model == USUAL else f"quality_{options.model}"
+    options.rows = options.rows or Path(f".demo/{result_name}.jsonl")
     known = [*TASKS, REAL_TASK, SMALL_TASK]
     if strange := set(options.tasks.split(",")).difference(known):
         arguments.error(f"no task {', '.join(sorted(strange))}: use {', '.join(known)}")
@@ -89,8 +96,8 @@ def main() -> int:
     print(f"page: {options.page}")
     best = default(settings).name
     closed = {group: one["ways"][best]["closed"] for group, one in found.items() if best in one["ways"]}
-    result: dict[str, Any] = {"bench": "quality", "default": best, "closed": closed}
-    closing_line(result, "quality" if options.keep else None, {"groups": found})
+    result: dict[str, Any] = {"bench": "quality", "model": options.model, "default": best, "closed": closed}
+    closing_line(result, result_name if options.keep else None, {"groups": found})
     return int(options.quick and min(closed[group] for group in closed if group.startswith(MEAN)) < QUICK_LEAST)
 
 
@@ -106,7 +113,7 @@ def measure(rows: Rows, options: Any, settings: Settings) -> None:
         if not tasks:
             continue
         is_small = SMALL_TASK in tasks
-        cached, tokenizer = load(tasks[0], settings)
+        cached, tokenizer = load(tasks[0], options.model, settings)
         lab, seen = Lab(cached, tokenizer, settings), dict.fromkeys(tasks, 0)
         made, special = (options.size, options.words, options.prompts), settings.blend_special_str
         for case in cases(tasks, tokenizer, special, *made, inside=options.inside, joined=options.joined):

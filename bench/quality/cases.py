@@ -10,7 +10,7 @@ from find import TEMPLATES
 from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.demo import REAL, SHIPPED
-from lmc.demo.pretrained import smollm2
+from lmc.demo.pretrained import checkpoint
 from lmc.demo.questions import Collection, PromptBuilder, Prompts, read_collection
 from quality.tasks import DEVELOPMENT, HELD_OUT, TASKS, Draw
 
@@ -53,9 +53,9 @@ def key_of(task: str, variant: str, name: str) -> str:
     return f"{task} | {variant} | {name}"
 
 
-def load(task: str, settings: Settings) -> tuple[CachedModel, Any]:
-    """Return the model of a task, and its tokenizer."""
-    return CachedModel.load(SHIPPED / "model" if task == SMALL_TASK else smollm2(), settings)
+def load(task: str, model: str, settings: Settings) -> tuple[CachedModel, Any]:
+    """Return the model of a task, and its tokenizer: a pretrained `model`, or the small one that lmc ships."""
+    return CachedModel.load(SHIPPED / "model" if task == SMALL_TASK else checkpoint(model), settings)
 
 
 def cases(
