@@ -49,7 +49,8 @@ def store(engine: CacheEngine, document: list[int]) -> None:
     for slot in engine.begin_document(engine.namespace(RecordKind.DOCUMENT), document) or []:
         assert slot is not None
         for raw in engine.store.view(slot):
-            SHAPE.part(raw, slot.meta.tokens).normal_()
+            for half in SHAPE.part(raw, slot.meta.tokens):
+                half.normal_()
         engine.store.commit([slot])
 
 
@@ -93,7 +94,7 @@ def main() -> None:
         engine.close()
         alone = engine_over(Delayed(DiskTier(directory, 1 << 33), tier.per_part))
         started = time.perf_counter()
-        with closing(alone.layers(pieces, SHAPE)) as reader:
+        with closing(alone.layers(pieces)) as reader:
             for _ in reader:
                 pass
         io = time.perf_counter() - started
