@@ -56,7 +56,7 @@ class OneLayer(Canvas[Any]):
         return self._pages
 
     def read(self, layer: int, slots: torch.Tensor) -> Any:
-        return tuple(place.gather(self._pages, slots))
+        return place.gather(self._pages, slots)
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         size = self._pages.keys.shape[2]
@@ -139,8 +139,9 @@ def moved(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> Non
     staged = torch.cat(parts, dim=1)
     speed("place", 4 * count * row, lambda: ours.place([staged], turn, slots, pages), 0.7)
     speed("place, with copies to one piece", 8 * count * row, lambda: ours.place(parts, turn, slots, pages))
-    wrong = (ours.gather(pages, slots) != place.gather(pages, slots)).sum()
-    report.line(f"numbers that gather has wrong, {name}", float(wrong), "", most=0)
+    pairs = zip(ours.gather(pages, slots), place.gather(pages, slots), strict=True)
+    wrong = sum(float((one != other).sum()) for one, other in pairs)
+    report.line(f"numbers that gather has wrong, {name}", wrong, "", most=0)
     speed("gather", 4 * count * row, lambda: ours.gather(pages, slots))
     canvas, keys = OneLayer(pages), torch.cat(parts, dim=1)[0]
     found, wanted = ([one.deviation(canvas, 0, slots, keys)] for one in (ours, place))

@@ -21,6 +21,9 @@ class LayerAttention:
     window: int = 0  # A query sees this many keys, the last of which is at its own position; 0 for all keys.
     chunk: int = 0  # A query sees only keys of its own chunk of this many positions (Llama 4); 0 for all keys.
     sinks: torch.Tensor | None = None  # [Q] logits that each query head adds to its softmax, without a value (gpt-oss)
+    # Whether values are at the same time the rest of the keys, which is not rotated (MLA). Then a query has the
+    # dimensions of a key, followed by those of a value.
+    latent: bool = False
 
     @property
     def sees_all(self) -> bool:

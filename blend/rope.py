@@ -25,6 +25,10 @@ class Turn(NamedTuple):
     sin: torch.Tensor  # [T, R/2]
     interleaved: bool = False  # whether the dimensions (2i, 2i + 1) rotate together, instead of (i, i + R/2)
 
+    def part(self, rows: slice) -> "Turn":
+        """Return the rotation of some of the keys."""
+        return self._replace(cos=self.cos[rows], sin=self.sin[rows])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotation:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from lmc.blend.canvas import KV
 from lmc.blend.kernels.operations import Kernels
 
 SIDES = 2  # buffers: the parts in one are placed while the next layer's are copied into the other
@@ -21,15 +22,15 @@ class Staging:
     def __init__(
         self,
         kernels: Kernels,
-        parts_of: Callable[[int], Sequence[torch.Tensor]],
-        make_buffer: Callable[[], torch.Tensor],
+        parts_of: Callable[[int], Sequence[KV]],
+        make_buffer: Callable[[], KV],
         stream: torch.cuda.Stream,
     ) -> None:
-        """Allocate the buffers. `parts_of` returns a layer's parts, `make_buffer` a tensor `[K, T, H, D]` for them."""
+        """Allocate the buffers. `parts_of` returns a layer's parts, `make_buffer` one part for all of them."""
         self._stage, self._parts_of, self._stream = kernels.stage, parts_of, stream
         self._buffers = [make_buffer() for _ in range(SIDES)]
-        for buffer in self._buffers:
-            buffer.record_stream(stream)  # An aborted blend must not free its memory before the copies end.
+        for half in (half for buffer in self._buffers for half in buffer):
+            half.record_stream(stream)  # An aborted blend must not free its memory before the copies end.
         stream.wait_stream(self._model)  # The model's stream may still use the buffers' memory.
         self._copied: dict[int, torch.cuda.Event] = {}  # by layer
         self._placed: dict[int, torch.cuda.Event] = {}  # by buffer
@@ -50,8 +51,8 @@ class Staging:
             self._copied[layer] = self._stream.record_event()
 
     @contextmanager
-    def parts(self, layer: int) -> Iterator[torch.Tensor]:
-        """Yield the parts of a layer `[K, T, H, D]`. The caller must place them in this block."""
+    def parts(self, layer: int) -> Iterator[KV]:
+        """Yield the parts of a layer, as one part. The caller must place them in this block."""
         self.begin(layer)
         self._model.wait_event(self._copied.pop(layer))
         yield self._buffers[layer % SIDES]

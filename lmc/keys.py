@@ -29,8 +29,8 @@ class RecordKind(Enum):
     """The kinds of KV in a chunk, and where each kind may be used."""
 
     PAGES = "pages"  # exact, in the layout of an engine's pages; used only after the same tokens
-    PREFIX = "prefix"  # exact, as tokens [K, T, H, D]; used only after the same tokens
-    DOCUMENT = "document"  # computed alone, as tokens [K, T, H, D]; used anywhere, approximately
+    PREFIX = "prefix"  # exact, as keys and values [T, H, D]; used only after the same tokens
+    DOCUMENT = "document"  # computed alone, as keys and values [T, H, D]; used anywhere, approximately
 
 
 def model_label(name: str) -> str:
@@ -46,7 +46,7 @@ class Namespace:
     dtype: str
     layers: int
     kv_heads: int  # KV heads of one rank
-    head_dim: int
+    head_dim: int | str
     rope: str
     chunk_size: int
     tensor_parallel: int = 1
@@ -57,7 +57,7 @@ class Namespace:
     @classmethod
     def of(cls, shape: KVShape, **others: Any) -> "Namespace":
         """Return the namespace for KV of a shape, with the values of the other fields."""
-        heads, dim = shape.kv_heads, shape.head_dim
+        heads, dim = shape.kv_heads, "+".join(dict.fromkeys(map(str, shape.dims)))
         return cls(dtype=str(shape.dtype), layers=shape.layers, kv_heads=heads, head_dim=dim, **others)
 
     def digest(self) -> bytes:

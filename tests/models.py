@@ -7,6 +7,10 @@ import torch
 from transformers import (
     Cohere2Config,
     Cohere2ForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Exaone4Config,
     Exaone4ForCausalLM,
     Gemma2Config,
@@ -40,6 +44,20 @@ FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
 WINDOW = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"] * 2}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 2,
+}
 # Families with more than one kind of layer, or with something that the others do not have.
 OTHERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gemma3": (
@@ -70,6 +88,8 @@ OTHERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "pad_token_id": 0,
         },
     ),
+    "deepseek2": (DeepseekV2Config, DeepseekV2ForCausalLM, {**LATENT, "q_lora_rank": None, "topk_method": "greedy"}),
+    "deepseek3": (DeepseekV3Config, DeepseekV3ForCausalLM, {**LATENT, "q_lora_rank": 32}),
     "mistral with a window": (MistralConfig, MistralForCausalLM, {"sliding_window": 20}),
     "qwen3moe": (
         Qwen3MoeConfig,

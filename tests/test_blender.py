@@ -13,22 +13,23 @@ from models import FAMILIES, OTHERS, ROPES, SEPARATOR, random_model, random_toke
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from lmc.blend.blender import Blender, BlendInput
+from lmc.blend.canvas import KV
 from lmc.blend.markers import Markers
 from lmc.blend.segments import Placement, Segments, join, split
 from lmc.blend.strategies import STRATEGIES, Evidence, RecomputePolicy
 from lmc.connectors.transformers.canvas import DenseCanvas
-from lmc.connectors.transformers.hf import forward
+from lmc.connectors.transformers.hf import forward, rows_of
 from lmc.connectors.transformers.layers import DecoderLayers
 from lmc.errors import UnsupportedModel
 
 ALL = RecomputePolicy(strategy="all")
 
 
-def prefill(model, tokens: list[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """KV `[K, T, H, D]` per layer and the last logits, by the model itself."""
+def prefill(model, tokens: list[int]) -> tuple[list[KV], torch.Tensor]:
+    """Keys and values `[T, H, D]` per layer and the last logits, by the model itself."""
     cache = DynamicCache()
     logits = forward(model, tokens, cache).logits[0, -1]
-    return [torch.stack((c.keys[0].transpose(0, 1), c.values[0].transpose(0, 1))) for c in cache.layers], logits
+    return rows_of(cache, latent=hasattr(model.config, "kv_lora_rank")), logits
 
 
 class Scene:
@@ -39,16 +40,16 @@ class Scene:
         self.prompt = join(random_tokens(system, 50), documents, random_tokens(11, 51), SEPARATOR)
         self.segments: Segments = split(self.prompt, Markers(separators=(SEPARATOR,)))
         self.pieces: list[Placement] = []
-        self.kv: list[list[torch.Tensor]] = []
+        self.kv: list[list[KV]] = []
         if prefix:
             self.pieces.append(Placement(at=0, tokens=prefix, first=0, exact=True))
-            self.kv.append([layer[:, :prefix] for layer in prefill(model, self.prompt)[0]])
+            self.kv.append([(keys[:prefix], values[:prefix]) for keys, values in prefill(model, self.prompt)[0]])
         for index, span in enumerate(self.segments.documents):
             if index in known and span.start >= prefix:
                 self.pieces.append(Placement(at=span.start, tokens=len(span), first=0, exact=span.start == 0))
                 self.kv.append(prefill(model, self.prompt[span.start : span.stop])[0])
 
-    def reader(self) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    def reader(self) -> Iterator[tuple[int, list[KV]]]:
         for layer in range(self.layers.shape.layers):
             yield layer, [kv[layer] for kv in self.kv]
 

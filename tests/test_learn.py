@@ -445,7 +445,7 @@ def test_what_size_cannot_read_is_said(tmp_path: Path) -> None:
         (
             {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 61},
             70272,
-            "only equal beginnings of prompts are reused: it has MLA instead of keys and values for each head",
+            "documents can be blended by vLLM with lmc (DeepseekV3ForCausalLM)",
         ),
         (
             {

@@ -749,9 +749,8 @@ def test_a_document_is_learned_behind_the_sink_and_exact_there() -> None:
         placed = cached.engine.documents([*SYSTEM, *document], [Span(len(SYSTEM), len(SYSTEM) + len(document))])
         with closing(cached.engine.layers(placed[0].pieces)) as reader:
             for layer, parts in reader:
-                stored = torch.cat(parts, dim=1)
-                for side in (0, 1):
-                    assert torch.allclose(stored[side], wanted[layer][side][1:], atol=1e-6)
+                for halves, side in zip(zip(*parts, strict=True), wanted[layer], strict=True):
+                    assert torch.allclose(torch.cat(halves), side[1:], atol=1e-6)
         ids = [SINK, *document, *SEPARATOR, *random_tokens(7, 80)]
         blend = cached.prefill(ids)
         assert blend.report.reused == 0
@@ -776,7 +775,7 @@ def kv_of(cached: CachedModel, document: list[int]) -> list[torch.Tensor]:
     pieces = match.documents[0].pieces
     assert all(piece.place for piece in pieces)
     with closing(cached.engine.layers(pieces)) as reader:
-        return [torch.cat(parts, dim=1).clone() for _, parts in reader]
+        return [torch.cat([torch.stack(part) for part in parts], dim=1) for _, parts in reader]
 
 
 @pytest.mark.parametrize("how", ["blend", "reuse"])

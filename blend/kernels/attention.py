@@ -24,14 +24,14 @@ def attend(
     layer: LayerAttention,
     present: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the outputs `[T, Q, D]` of queries `[T, Q, D]` at ascending `positions [T]`.
+    """Return the outputs `[T, Q, D]`, with the D of values, of queries `[T, Q, D]` at ascending `positions [T]`.
 
     The keys and values `kv`, `[H, N, D]` each or in pages, are at the positions 0…N-1. Keys at which `present [N]` is
     false are hidden. Query head i reads KV head i // (Q / H).
     """
-    keys, values = dense(kv)
+    keys, values = _operands(dense(kv), layer)
     heads, group = keys.shape[0], query.shape[1] // keys.shape[0]
-    out, first_seen = torch.empty_like(query), layer.first_seen(positions)
+    out, first_seen = query.new_empty(*query.shape[:2], values.shape[-1]), layer.first_seen(positions)
     for start in range(0, len(positions), BLOCK):
         block = slice(start, start + BLOCK)
         seen = slice(int(first_seen[start]), int(positions[block][-1]) + 1)
@@ -67,11 +67,11 @@ def attend_and_score(
 
     The attention to a key is first reduced over heads, to its mean or maximum, and then to its maximum over queries.
     """
-    keys, values = (one[:, : len(present)] for one in dense(kv))
+    keys, values = (one[:, : len(present)] for one in _operands(dense(kv), layer))
     heads, group = keys.shape[0], query.shape[1] // keys.shape[0]
     hidden = ~(_visible(positions, layer.first_seen(positions), slice(0, keys.shape[1])) & present)  # [T, N]
     sinks = None if layer.sinks is None else layer.sinks.view(heads, group, 1, 1).float()
-    out, paid = torch.empty_like(query), []
+    out, paid = query.new_empty(*query.shape[:2], values.shape[-1]), []
     for head in range(heads):  # One head at a time: [G·T, N] fits into the CPU cache, and [Q, T, N] does not.
         head_queries = slice(head * group, (head + 1) * group)
         q = query[:, head_queries].transpose(0, 1).float()  # [G, T, D]
@@ -86,6 +86,12 @@ def attend_and_score(
         paid.append(weights.amax((0, 1)) if over_heads == "max" else weights.sum(0))  # [N] or [T, N]
     joined = torch.stack(paid)
     return out, joined.amax(0) if over_heads == "max" else joined.sum(0).amax(0) / (heads * group)
+
+
+def _operands(kv: KV, layer: LayerAttention) -> KV:
+    """Return the keys and values of the products; latent values are part of the keys."""
+    keys, values = kv
+    return (torch.cat((keys, values), dim=-1), values) if layer.latent else kv
 
 
 def _visible(positions: torch.Tensor, first_seen: torch.Tensor, keys: slice) -> torch.Tensor:
@@ -104,6 +110,6 @@ def _with_sinks(
     heads, group = sinks.shape
     bias = torch.zeros(mask.shape, dtype=keys.dtype, device=keys.device).masked_fill_(~mask, float("-inf"))
     first = sinks.to(keys.dtype).repeat_interleave(len(mask) // group, dim=1)  # [H, G·T]
-    zero = keys.new_zeros(heads, 1, keys.shape[2])
     allowed = torch.cat((first[..., None], bias.expand(heads, -1, -1)), dim=2)
-    return torch.cat((zero, keys), dim=1), torch.cat((zero, values), dim=1), allowed
+    keys, values = (torch.cat((one.new_zeros(heads, 1, one.shape[2]), one), dim=1) for one in (keys, values))
+    return keys, values, allowed

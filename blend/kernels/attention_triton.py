@@ -12,6 +12,9 @@ keys of the same rows, and `_join` combines their results.
 
 With a window or a chunk (LIMIT), programs read no keys before the first one that any of their rows sees. A sink is a
 logit with which a row's softmax begins.
+
+Latent values (MLA) are read once for both products. All query heads have one KV head there, which is too much for one
+program: the kernels get it as several KV heads at the same addresses.
 """
 
 import torch
@@ -20,7 +23,7 @@ import triton.language as tl
 
 from lmc.blend.canvas import KV, Paged
 from lmc.blend.kernels.attention import OverHeads
-from lmc.blend.kernels.place_triton import CHANGING, FUSED, padded
+from lmc.blend.kernels.place_triton import CHANGING, FUSED, padded, value_sizes
 from lmc.blend.layer_attention import LayerAttention
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -51,25 +54,31 @@ def _first_seen(at, limit, LIMIT: tl.constexpr):
 
 @triton.jit
 def _step(
-    query, keys, values, table, present, at, start, reach, h, most, total, sums, factor, limit,
+    query, latent, keys, values, table, present, at, start, reach, h, most, total, sums, factor, limit,
     key_block, key_head, key_token, value_block, value_head, value_token,
-    D: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, WIDE: tl.constexpr, V: tl.constexpr, WIDE_V: tl.constexpr, SIZE: tl.constexpr, BN: tl.constexpr,
     PAGED: tl.constexpr, PRESENT: tl.constexpr, LIMIT: tl.constexpr, ALL_SEEN: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys from position `start` on to the running softmax; `at` are the positions of the queries."""
-    d, j = tl.arange(0, WIDE), start + tl.arange(0, BN)
+    """Add the keys from position `start` on to the running softmax; `at` are the positions of the queries.
+
+    `latent` is the second part of the queries, for values that are also keys; None if they are not.
+    """
+    d, v, j = tl.arange(0, WIDE), tl.arange(0, WIDE_V), start + tl.arange(0, BN)
     seen = j < reach
     if PRESENT:
         seen &= tl.load(present + j, mask=seen, other=0) != 0
     here = _pages(keys, table, j, j < reach, h, key_block, key_head, key_token, SIZE, PAGED)
     there = _pages(values, table, j, j < reach, h, value_block, value_head, value_token, SIZE, PAGED)
-    if ALL_SEEN and not PRESENT and D == WIDE:
+    if ALL_SEEN and not PRESENT and D == WIDE and V == WIDE_V:
         key = tl.load(here[None, :] + d[:, None])
-        value = tl.load(there[:, None] + d[None, :])
+        value = tl.load(there[:, None] + v[None, :])
     else:
         key = tl.load(here[None, :] + d[:, None], mask=seen[None, :] & (d < D)[:, None], other=0.0)
-        value = tl.load(there[:, None] + d[None, :], mask=seen[:, None] & (d < D)[None, :], other=0.0)
-    logits = tl.dot(query, key, input_precision="tf32x3") * factor
+        value = tl.load(there[:, None] + v[None, :], mask=seen[:, None] & (v < V)[None, :], other=0.0)
+    logits = tl.dot(query, key, input_precision="tf32x3")
+    if latent is not None:
+        logits = tl.dot(latent, tl.trans(value), logits, input_precision="tf32x3")
+    logits *= factor
     if not ALL_SEEN:
         logits = tl.where(j[None, :] <= at[:, None], logits, float("-inf"))
     if LIMIT != ALL:
@@ -96,9 +105,9 @@ def _queries(row, tile, tokens, h, BM: tl.constexpr, GROUP: tl.constexpr):
 def _attend(
     query, keys, values, table, positions, present, sinks, out, log_sums, tokens, factor, limit,
     query_token, query_head, key_block, key_head, key_token, value_block, value_head, value_token,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, PAGED: tl.constexpr, PRESENT: tl.constexpr, LIMIT: tl.constexpr,
-    SINKS: tl.constexpr, LOG_SUMS: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, V: tl.constexpr,
+    WIDE_V: tl.constexpr, LATENT: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PAGED: tl.constexpr, PRESENT: tl.constexpr, LIMIT: tl.constexpr, SINKS: tl.constexpr, LOG_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Attend for BM // GROUP tokens and one KV head; `factor` is the scale of logits to base 2.
 
@@ -106,21 +115,21 @@ def _attend(
     same tokens are adjacent. The third program id is the share of the keys, if several programs share them.
     """
     h, tile, share = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
-    row, d = tl.arange(0, BM), tl.arange(0, WIDE)
+    row, d, v = tl.arange(0, BM), tl.arange(0, WIDE), tl.arange(0, WIDE_V)
     t, head, there = _queries(row, tile, tokens, h, BM, GROUP)
     at = tl.load(positions + t, mask=there, other=-1).to(tl.int32)
     first = tl.min(tl.where(there, at, 2147483647), 0)
     reach = tl.max(at, 0) + 1
-    wanted = there[:, None] & (d < D)[None, :]
-    where = t.to(tl.int64)[:, None] * query_token + head[:, None] * query_head + d[None, :]
-    q = tl.load(query + where, mask=wanted, other=0.0)
+    where = query + t.to(tl.int64)[:, None] * query_token + head[:, None] * query_head
+    q = tl.load(where + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
+    latent = tl.load(where + D + v[None, :], mask=there[:, None] & (v < V)[None, :], other=0.0) if LATENT else None
     most = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     if SINKS:  # If several programs share the keys, the first one counts the sinks.
         sink = tl.load(sinks + head, mask=there, other=float("-inf")).to(tl.float32) * LOG2_E
         most = tl.where(share == 0, sink, most)
         total = tl.where(most == float("-inf"), 0.0, 1.0)
-    sums = tl.zeros([BM, WIDE], tl.float32)
+    sums = tl.zeros([BM, WIDE_V], tl.float32)
     low = tl.maximum(_first_seen(first, limit, LIMIT), 0) // BN * BN if LIMIT != ALL else 0
     per = tl.cdiv(tl.cdiv(reach - low, tl.num_programs(2)), BN) * BN
     begin = low + share * per
@@ -130,24 +139,24 @@ def _attend(
     if LIMIT == ALL:
         for start in range(begin, whole, BN):
             most, total, sums = _step(
-                q, keys, values, table, present, at, start, reach, h, most, total, sums, factor, limit,
+                q, latent, keys, values, table, present, at, start, reach, h, most, total, sums, factor, limit,
                 key_block, key_head, key_token, value_block, value_head, value_token,
-                D, WIDE, SIZE, BN, PAGED, PRESENT, LIMIT, True,
+                D, WIDE, V, WIDE_V, SIZE, BN, PAGED, PRESENT, LIMIT, True,
             )  # fmt: skip
     for start in range(tl.maximum(begin, whole), reach, BN):
         most, total, sums = _step(
-            q, keys, values, table, present, at, start, reach, h, most, total, sums, factor, limit,
+            q, latent, keys, values, table, present, at, start, reach, h, most, total, sums, factor, limit,
             key_block, key_head, key_token, value_block, value_head, value_token,
-            D, WIDE, SIZE, BN, PAGED, PRESENT, LIMIT, False,
+            D, WIDE, V, WIDE_V, SIZE, BN, PAGED, PRESENT, LIMIT, False,
         )  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)  # 0: the row does not exist, or sees no key of this share.
     # The compiler would keep the rows' indices in registers during the loops, and some GPUs have too few registers
     # (`tests/test_kernels_compile.py`). So they are computed again, with a 0 that the compiler cannot fold.
     t, head, there = _queries(row + tl.minimum(tl.load(positions), 0), tile, tokens, h, BM, GROUP)
-    wanted = there[:, None] & (d < D)[None, :]
+    wanted = there[:, None] & (v < V)[None, :]
     result = sums / total[:, None]
     at_row = (share.to(tl.int64) * tokens + t)[:, None] * (HEADS * GROUP) + head[:, None]
-    tl.store(out + at_row * D + d[None, :], result.to(out.dtype.element_ty), mask=wanted)
+    tl.store(out + at_row * V + v[None, :], result.to(out.dtype.element_ty), mask=wanted)
     if LOG_SUMS:
         tl.store(log_sums + (share * HEADS * GROUP + head) * tokens + t, most + tl.log2(total), mask=there)
 
@@ -182,17 +191,17 @@ def _join(
 
 @triton.jit(**CHANGING)
 def _paid(
-    query, keys, table, positions, present, log_sums, paid, tokens, count, factor, limit,
-    query_token, query_head, key_block, key_head, key_token,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, PAGED: tl.constexpr, LIMIT: tl.constexpr, OVER_ALL: tl.constexpr,
-    SHARED: tl.constexpr,
+    query, keys, values, table, positions, present, log_sums, paid, tokens, count, factor, limit,
+    query_token, query_head, key_block, key_head, key_token, value_block, value_head, value_token,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, V: tl.constexpr,
+    WIDE_V: tl.constexpr, LATENT: tl.constexpr, SIZE: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    PAGED: tl.constexpr, LIMIT: tl.constexpr, OVER_ALL: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Store for BN keys the greatest attention of any token, as mean over heads or, if OVER_ALL, as maximum.
 
     If SHARED, several programs share the tokens, BT each, and `paid` must be zero before.
     """
-    d, j = tl.arange(0, WIDE), tl.program_id(0) * BN + tl.arange(0, BN)
+    d, v, j = tl.arange(0, WIDE), tl.arange(0, WIDE_V), tl.program_id(0) * BN + tl.arange(0, BN)
     seen = j < count
     seen &= tl.load(present + j, mask=seen, other=0) != 0
     best = tl.zeros([BN], tl.float32)
@@ -206,12 +215,18 @@ def _paid(
             head = tl.zeros([], tl.int32) + h
             here = _pages(keys, table, j, seen, head, key_block, key_head, key_token, SIZE, PAGED)
             key = tl.load(here[None, :] + d[:, None], mask=seen[None, :] & (d < D)[:, None], other=0.0)
+            if LATENT:
+                here = _pages(values, table, j, seen, head, value_block, value_head, value_token, SIZE, PAGED)
+                value = tl.load(here[None, :] + v[:, None], mask=seen[None, :] & (v < V)[:, None], other=0.0)
             for g in range(GROUP):
-                where = t.to(tl.int64)[:, None] * query_token + (h * GROUP + g) * query_head + d[None, :]
-                q = tl.load(query + where, mask=there[:, None] & (d < D)[None, :], other=0.0)
+                where = query + t.to(tl.int64)[:, None] * query_token + (h * GROUP + g) * query_head
+                q = tl.load(where + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
                 log_sum = tl.load(log_sums + (h * GROUP + g) * tokens + t, mask=there, other=float("inf"))
-                logits = tl.dot(q, key, input_precision="tf32x3") * factor
-                weights = tl.exp2(logits - log_sum[:, None])
+                logits = tl.dot(q, key, input_precision="tf32x3")
+                if LATENT:
+                    latent = tl.load(where + D + v[None, :], mask=there[:, None] & (v < V)[None, :], other=0.0)
+                    logits = tl.dot(latent, value, logits, input_precision="tf32x3")
+                weights = tl.exp2(logits * factor - log_sum[:, None])
                 weights = tl.where((j[None, :] <= at[:, None]) & seen[None, :], weights, 0.0)
                 if LIMIT != ALL:
                     weights = tl.where(j[None, :] >= _first_seen(at, limit, LIMIT)[:, None], weights, 0.0)
@@ -248,19 +263,19 @@ def attend_and_score(
     query = _by_rows(query)
     log_sums = torch.empty(query.shape[1::-1], dtype=torch.float32, device=query.device)  # [Q, T]
     out = _attended(query, kv, positions, layer, present, log_sums)
-    pages, (tokens, queries, dim) = Paged.of(kv), query.shape
+    pages, (tokens, queries, _) = _repeated(Paged.of(kv), query, layer), query.shape
     heads, count = pages.keys.shape[1], len(present)
-    some, keys, warps = scored(dim, query.element_size())
+    some, keys, warps = scored(_widest(pages, layer), query.element_size())
     shared = triton.cdiv(count, keys) < FILLED and tokens > FEWEST
     some = FEWEST if shared else some
     make = torch.zeros if shared else torch.empty
     paid = make(count, dtype=torch.float32, device=query.device)
     _paid[(triton.cdiv(count, keys), triton.cdiv(tokens, some) if shared else 1)](
-        query, pages.keys, pages.table, positions, present, log_sums, paid,
-        tokens, count, layer.scale * LOG2_E.value, layer.reach, *query.stride()[:2], *pages.keys.stride()[:3],
-        HEADS=heads, GROUP=queries // heads, D=dim, WIDE=padded(dim), SIZE=_size(pages), BT=some, BN=keys,
-        PAGED=pages.table is not None, LIMIT=_limit(layer), OVER_ALL=over_heads == "max", SHARED=shared,
-        num_warps=warps, **FUSED,
+        query, pages.keys, pages.values, pages.table, positions, present, log_sums, paid,
+        tokens, count, layer.scale * LOG2_E.value, layer.reach,
+        *query.stride()[:2], *pages.keys.stride()[:3], *pages.values.stride()[:3],
+        HEADS=heads, GROUP=queries // heads, BT=some, BN=keys, OVER_ALL=over_heads == "max", SHARED=shared,
+        num_warps=warps, **_sizes(pages, layer), **FUSED,
     )  # fmt: skip
     return out, paid
 
@@ -273,13 +288,14 @@ def _attended(
     present: torch.Tensor | None,
     log_sums: torch.Tensor | None,
 ) -> torch.Tensor:
-    pages = Paged.of(kv)
-    (tokens, queries, dim), heads = query.shape, pages.keys.shape[1]
-    group, out = queries // heads, torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    pages = _repeated(Paged.of(kv), query, layer)
+    (tokens, queries, _), heads, dim = query.shape, pages.keys.shape[1], pages.values.shape[3]
+    group, out = queries // heads, query.new_empty(tokens, queries, dim)
     if not tokens:
         return out
     hides = present is not None
-    rows, keys, warps = tile(tokens, heads, group, dim, query.element_size(), hides=hides, limited=not layer.sees_all)
+    widest, limited = _widest(pages, layer), not layer.sees_all
+    rows, keys, warps = tile(tokens, heads, group, widest, query.element_size(), hides=hides, limited=limited)
     tiles = triton.cdiv(tokens, rows // group)
     length = (
         len(present) if present is not None else pages.keys.shape[2] * (1 if pages.table is None else len(pages.table))
@@ -289,15 +305,14 @@ def _attended(
     if count > 1:
         parts, sums = (
             torch.empty(count, *shape, dtype=torch.float32, device=query.device)
-            for shape in (query.shape, (queries, tokens))
+            for shape in (out.shape, (queries, tokens))
         )
     _attend[(heads, tiles, count)](
         query, pages.keys, pages.values, pages.table, positions, present, layer.sinks, parts, sums,
         tokens, layer.scale * LOG2_E.value, layer.reach,
         *query.stride()[:2], *pages.keys.stride()[:3], *pages.values.stride()[:3],
-        HEADS=heads, GROUP=group, D=dim, WIDE=padded(dim), SIZE=_size(pages), BM=rows, BN=keys,
-        PAGED=pages.table is not None, PRESENT=hides, LIMIT=_limit(layer),
-        SINKS=layer.sinks is not None, LOG_SUMS=sums is not None, num_warps=warps, **FUSED,
+        HEADS=heads, GROUP=group, BM=rows, BN=keys, PRESENT=hides,
+        SINKS=layer.sinks is not None, LOG_SUMS=sums is not None, num_warps=warps, **_sizes(pages, layer), **FUSED,
     )  # fmt: skip
     if count > 1:
         _join[(triton.cdiv(tokens, FEWEST), queries)](
@@ -305,6 +320,32 @@ def _attended(
             QUERIES=queries, D=dim, WIDE=padded(dim), BT=FEWEST, LOG_SUMS=log_sums is not None, num_warps=4, **FUSED,
         )  # fmt: skip
     return out
+
+
+def _repeated(pages: Paged, query: torch.Tensor, layer: LayerAttention) -> Paged:
+    """Return pages with the KV head of latent values several times, so that a program has `FEWEST` query heads."""
+    if not layer.latent:
+        return pages
+    heads = max(1, query.shape[1] // FEWEST)
+    if query.shape[1] % heads:
+        heads = 1
+    keys, values = (half.expand(-1, heads, -1, -1) for half in pages[:2])
+    return Paged(keys, values, pages.table)
+
+
+def _widest(pages: Paged, layer: LayerAttention) -> int:
+    """Return the head dim that limits the size of tiles."""
+    dims = pages.keys.shape[3], pages.values.shape[3]
+    return sum(dims) if layer.latent else max(dims)
+
+
+def _sizes(pages: Paged, layer: LayerAttention) -> dict[str, int | bool]:
+    """Return compile-time arguments that both kernels have."""
+    dim, paged = pages.keys.shape[3], pages.table is not None
+    return {
+        "D": dim, "WIDE": padded(dim), **value_sizes(pages.values), "LATENT": layer.latent,
+        "SIZE": _size(pages), "PAGED": paged, "LIMIT": _limit(layer),
+    }  # fmt: skip
 
 
 def _limit(layer: LayerAttention) -> int:
@@ -332,7 +373,9 @@ def tile(
     products on tensor cores, each with its own operands.
     """
     wide = padded(dim)
-    if itemsize > 2:
+    if wide > 256:
+        found = (32, 16, 8) if hides else (64, 16, 8)
+    elif itemsize > 2:
         found = (32, 16, 4) if wide <= 64 else (16, 16, 8)
     elif wide > 128:
         found = 64, 32, 8
@@ -346,7 +389,7 @@ def tile(
 def scored(dim: int, itemsize: int) -> tuple[int, int, int]:
     """Return the tokens and the keys per step of a program of `_paid`, and its warps."""
     wide = padded(dim)
-    if itemsize > 2:
+    if itemsize > 2 or wide > 256:
         return 16, 32, 8
     return 64, 64 if wide <= 128 else 16, 4
 

@@ -19,7 +19,7 @@ class Kernels(NamedTuple):
     stage: Callable[..., None]
     spread: Callable[..., None]
     place: Callable[..., None]
-    gather: Callable[..., torch.Tensor]
+    gather: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     deviation: Callable[..., torch.Tensor]
     weights_of: Callable[..., torch.Tensor]
     changes_of: Callable[..., torch.Tensor]

@@ -4,19 +4,20 @@ from collections.abc import Sequence
 
 import torch
 
-from lmc.blend.canvas import Canvas, Paged, R
+from lmc.blend.canvas import KV, Canvas, Paged, R
 from lmc.blend.rope import Turn, rotate
 
 
-def stage(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
-    """Copy parts `[K, T, H, D]`, which may be in host memory, into one tensor, one after another."""
-    counts = [part.shape[1] for part in parts]
-    for part, there in zip(parts, into.split(counts, dim=1), strict=True):
-        there.copy_(part, non_blocking=True)
+def stage(parts: Sequence[KV], into: KV) -> None:
+    """Copy parts, keys and values `[T, H, D]` which may be in host memory, one after another into larger tensors."""
+    counts = [len(keys) for keys, _ in parts]
+    for half, whole in zip(zip(*parts, strict=True), into, strict=False):
+        for part, there in zip(half, whole.split(counts), strict=True):
+            there.copy_(part, non_blocking=True)
 
 
-def spread(keys: torch.Tensor, values: torch.Tensor, parts: Sequence[torch.Tensor], firsts: Sequence[int]) -> None:
-    """Copy rows of keys and values `[T, H, D]` to parts `[K, T, H, D]`.
+def spread(keys: torch.Tensor, values: torch.Tensor, parts: Sequence[KV], firsts: Sequence[int]) -> None:
+    """Copy rows of keys and values `[T, H, D]` to parts.
 
     `firsts` has the first row for each part. The parts may be in host memory; the caller must wait for the GPU before
     reading them.
@@ -26,17 +27,17 @@ def spread(keys: torch.Tensor, values: torch.Tensor, parts: Sequence[torch.Tenso
             there.copy_(whole[first : first + len(there)], non_blocking=True)
 
 
-def place(parts: Sequence[torch.Tensor], turn: Turn, slots: torch.Tensor, into: Paged) -> None:
-    """Write the tokens of all stored `parts`, `[K, T, H, D]` each, to `slots [T]`, with keys rotated.
+def place(parts: Sequence[KV], turn: Turn, slots: torch.Tensor, into: Paged) -> None:
+    """Write the tokens of all stored `parts`, keys and values `[T, H, D]`, to `slots [T]`, with keys rotated.
 
     `turn` rotates the keys of all tokens. The parts may be in host memory. If the prompt is in one block, the
     slots of a part must be contiguous.
     """
     size, at = into.keys.shape[2], 0
     for part in parts:
-        rows = slice(at, at + part.shape[1])
-        keys, values = part.to(into.keys.device, non_blocking=True).transpose(1, 2)  # [H, T, D] each
-        here, mine = slots[rows], Turn(turn.cos[rows], turn.sin[rows], turn.interleaved)
+        rows = slice(at, at + len(part[0]))
+        keys, values = (half.to(into.keys.device, non_blocking=True).transpose(0, 1) for half in part)  # [H, T, D]
+        here, mine = slots[rows], turn.part(rows)
         if into.table is None and len(here):
             there = slice(int(here[0]), int(here[0]) + len(here))
             rotate(keys, mine, into.keys[0, :, there])
@@ -49,11 +50,11 @@ def place(parts: Sequence[torch.Tensor], turn: Turn, slots: torch.Tensor, into: 
         at = rows.stop
 
 
-def gather(source: Paged, slots: torch.Tensor) -> torch.Tensor:
-    """Return copies of the keys and values `[K, T, H, D]` at `slots [T]`."""
+def gather(source: Paged, slots: torch.Tensor) -> KV:
+    """Return copies of the keys and values `[T, H, D]` at `slots [T]`."""
     size = source.keys.shape[2]
     block, offset = slots // size, slots % size
-    return torch.stack((source.keys[block, :, offset], source.values[block, :, offset]))
+    return source.keys[block, :, offset], source.values[block, :, offset]
 
 
 def deviation(canvas: Canvas[R], layer: int, slots: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:

@@ -11,11 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from lmc.blend.canvas import Canvas, Paged, R
+from lmc.blend.canvas import KV, Canvas, Paged, R
 from lmc.blend.kernels import place as torch_place
 from lmc.blend.rope import Turn
 from lmc.copies import Addresses, Copies, can_submit, submit_of
-from lmc.shapes import KV
 
 TOKENS = 16  # tokens that a program moves
 # Arguments that vary from prompt to prompt. Without this, Triton would recompile a kernel for lengths that are 1 or
@@ -74,39 +73,41 @@ def _rotate(
 
 @triton.jit(**CHANGING)
 def _place(
-    stored, cos, sin, slots, keys, values, tokens, stored_kind, size,
+    stored_keys, stored_values, cos, sin, slots, keys, values, tokens, size,
     key_block, key_head, key_token, value_block, value_head, value_token,
-    HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
-    BT: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, V: tl.constexpr, WIDE_V: tl.constexpr,
+    HALF: tl.constexpr, PADDED: tl.constexpr, BT: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Write rows of `stored [K, T, H, D]` to their slots."""
-    t, h, d = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1), tl.arange(0, WIDE)
+    """Write rows of stored keys `[T, H, D]` and values `[T, H, V]` to their slots."""
+    t, h, v = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1), tl.arange(0, WIDE_V)
     there, wide = t < tokens, t.to(tl.int64)
-    source = stored + (wide * HEADS + h) * D
+    row = wide * HEADS + h
     into = _rows(keys, slots, t, there, h, size, key_block, key_head, key_token)
-    _rotate(source, None, into, cos, sin, wide, there, D, WIDE, HALF, PADDED, INTERLEAVED)
-    whole = there[:, None] & (d < D)[None, :]
-    value = tl.load(source[:, None] + stored_kind + d[None, :], mask=whole)
+    _rotate(stored_keys + row * D, None, into, cos, sin, wide, there, D, WIDE, HALF, PADDED, INTERLEAVED)
+    whole = there[:, None] & (v < V)[None, :]
+    value = tl.load(stored_values + (row * V)[:, None] + v[None, :], mask=whole)
     into = _rows(values, slots, t, there, h, size, value_block, value_head, value_token)
-    tl.store(into[:, None] + d[None, :], value, mask=whole)
+    tl.store(into[:, None] + v[None, :], value, mask=whole)
 
 
 @triton.jit(**CHANGING)
 def _gather(
-    out, slots, keys, values, tokens, out_kind, size,
+    out_keys, out_values, slots, keys, values, tokens, size,
     key_block, key_head, key_token, value_block, value_head, value_token,
-    HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BT: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, V: tl.constexpr, WIDE_V: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Copy the rows at `slots` to `out [K, T, H, D]`."""
-    t, h, d = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1), tl.arange(0, WIDE)
-    there = t < tokens
-    into = out + (t.to(tl.int64) * HEADS + h) * D
-    mask = there[:, None] & (d < D)[None, :]
+    """Copy the rows at `slots` to keys `[T, H, D]` and values `[T, H, V]`."""
+    t, h = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1)
+    d, v = tl.arange(0, WIDE), tl.arange(0, WIDE_V)
+    there, row = t < tokens, t.to(tl.int64) * HEADS + h
     source = _rows(keys, slots, t, there, h, size, key_block, key_head, key_token)
-    tl.store(into[:, None] + d[None, :], tl.load(source[:, None] + d[None, :], mask=mask), mask=mask)
+    mask = there[:, None] & (d < D)[None, :]
+    key = tl.load(source[:, None] + d[None, :], mask=mask)
+    tl.store(out_keys + (row * D)[:, None] + d[None, :], key, mask=mask)
     source = _rows(values, slots, t, there, h, size, value_block, value_head, value_token)
-    into += out_kind
-    tl.store(into[:, None] + d[None, :], tl.load(source[:, None] + d[None, :], mask=mask), mask=mask)
+    mask = there[:, None] & (v < V)[None, :]
+    value = tl.load(source[:, None] + v[None, :], mask=mask)
+    tl.store(out_values + (row * V)[:, None] + v[None, :], value, mask=mask)
 
 
 @triton.jit(**CHANGING)
@@ -130,22 +131,27 @@ def _deviation(
     tl.store(changed + t, far, mask=there)
 
 
-def place(parts: Sequence[torch.Tensor], turn: Turn, slots: torch.Tensor, into: Paged) -> None:
+def place(parts: Sequence[KV], turn: Turn, slots: torch.Tensor, into: Paged) -> None:
     """See `lmc.blend.kernels.place.place`. Several parts are first staged, then placed in one launch."""
     keys, values, _ = into
-    heads, size, dim = keys.shape[1:]
+    heads, size = keys.shape[1:3]
     if not len(slots):
         return
-    if len(parts) == 1 and parts[0].device == keys.device and parts[0].is_contiguous():
+    if len(parts) == 1 and all(half.device == keys.device and half.is_contiguous() for half in parts[0]):
         stored = parts[0]
     else:
-        stored = torch.empty(KV, len(slots), heads, dim, dtype=keys.dtype, device=keys.device)
+        stored = _rows_for(into, len(slots))
         stage(parts, stored)
     _place[(triton.cdiv(len(slots), TOKENS), heads)](
-        stored, *rows_of(turn), slots, keys, values, len(slots), stored.stride(0), size,
-        *keys.stride()[:3], *values.stride()[:3],
-        BT=TOKENS, num_warps=4, **rotating(keys, turn),
+        *stored, *rows_of(turn), slots, keys, values, len(slots), size, *keys.stride()[:3], *values.stride()[:3],
+        BT=TOKENS, num_warps=4, **value_sizes(values), **rotating(keys, turn),
     )  # fmt: skip
+
+
+def _rows_for(pages: Paged, tokens: int) -> KV:
+    """Return uninitialized memory for keys and values `[T, H, D]`."""
+    keys, values = (half.new_empty(tokens, half.shape[1], half.shape[3]) for half in pages[:2])
+    return keys, values
 
 
 def rows_of(turn: Turn) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,54 +166,61 @@ def rotating(keys: torch.Tensor, turn: Turn) -> dict[str, Any]:
     return {"HEADS": heads, **wide, "INTERLEAVED": turn.interleaved, **FUSED}
 
 
+def value_sizes(values: torch.Tensor) -> dict[str, int]:
+    """Return the compile-time arguments of a kernel for values `[B, H, N, V]`."""
+    dim = values.shape[3]
+    return {"V": dim, "WIDE_V": padded(dim)}
+
+
 def padded(dim: int) -> int:
     """Return the power of 2 to which a program pads a dimension. Products need at least 16."""
     return int(max(16, triton.next_power_of_2(dim)))
 
 
-def stage(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+def stage(parts: Sequence[KV], into: KV) -> None:
     """See `lmc.blend.kernels.place.stage`. All parts are copied in one call if the device supports it."""
-    submit = submit_of(into.device)
+    submit = submit_of(into[0].device)
     if submit is None or not _can_copy(*parts, into):
         torch_place.stage(parts, into)
         return
-    counts = np.array([part.shape[1] for part in parts], np.int64)
+    counts = np.array([len(keys) for keys, _ in parts], np.int64)
     submit(_copies(parts, into, np.cumsum(counts) - counts))
 
 
-def spread(keys: torch.Tensor, values: torch.Tensor, parts: Sequence[torch.Tensor], firsts: Sequence[int]) -> None:
+def spread(keys: torch.Tensor, values: torch.Tensor, parts: Sequence[KV], firsts: Sequence[int]) -> None:
     """See `lmc.blend.kernels.place.spread`. All parts are copied in one call if the device supports it."""
     submit = submit_of(keys.device)
     if submit is None or not _can_copy(*parts):
         torch_place.spread(keys, values, parts, firsts)
         return
-    whole = torch.stack((keys, values)).contiguous()
-    submit(_copies(parts, whole, np.array(firsts, np.int64)).reversed())
+    submit(_copies(parts, (keys.contiguous(), values.contiguous()), np.array(firsts, np.int64)).reversed())
 
 
-def _can_copy(*parts: torch.Tensor) -> bool:
-    """Return whether a GPU can copy the parts `[K, T, H, D]` by itself, because their rows have no gaps."""
-    return all(can_submit(part) and part[0].is_contiguous() for part in parts)
+def _can_copy(*parts: KV) -> bool:
+    """Return whether a GPU can copy the parts by itself, because their rows have no gaps."""
+    return all(can_submit(half) and half.is_contiguous() for part in parts for half in part)
 
 
-def _copies(parts: Sequence[torch.Tensor], whole: torch.Tensor, firsts: Addresses) -> Copies:
-    """Return the copies of parts `[K, T, H, D]` to the rows of `whole` from `firsts` on."""
-    row = whole.stride(1) * whole.element_size()
-    sizes = np.array([part.shape[1] for part in parts] * KV, np.int64) * row
-    of_parts = [part[kind].data_ptr() for kind in range(KV) for part in parts]
-    of_whole = [whole[kind].data_ptr() + firsts * row for kind in range(KV)]
-    return Copies(np.array(of_parts, np.int64), np.concatenate(of_whole), sizes)
+def _copies(parts: Sequence[KV], whole: KV, firsts: Addresses) -> Copies:
+    """Return the copies of parts to the rows of `whole` from `firsts` on."""
+    places, rows, sizes = [], [], []
+    for half, there in zip(zip(*parts, strict=True), whole, strict=False):
+        row = there.stride(0) * there.element_size()
+        places += [part.data_ptr() for part in half]
+        rows.append(there.data_ptr() + firsts * row)
+        sizes.append(np.array([len(part) for part in half], np.int64) * row)
+    return Copies(np.array(places, np.int64), np.concatenate(rows), np.concatenate(sizes))
 
 
-def gather(source: Paged, slots: torch.Tensor) -> torch.Tensor:
+def gather(source: Paged, slots: torch.Tensor) -> KV:
     """See `lmc.blend.kernels.place.gather`."""
     keys, values, _ = source
     heads, size, dim = keys.shape[1:]
-    out = torch.empty(KV, len(slots), heads, dim, dtype=keys.dtype, device=keys.device)
+    out = _rows_for(source, len(slots))
     if len(slots):
         _gather[(triton.cdiv(len(slots), TOKENS), heads)](
-            out, slots, keys, values, len(slots), out.stride(0), size, *keys.stride()[:3], *values.stride()[:3],
-            HEADS=heads, D=dim, WIDE=padded(dim), BT=TOKENS, num_warps=4, **FUSED,
+            *out, slots, keys, values, len(slots), size, *keys.stride()[:3], *values.stride()[:3],
+            HEADS=heads, D=dim, WIDE=padded(dim), **value_sizes(values), BT=TOKENS, num_warps=4, **FUSED,
         )  # fmt: skip
     return out
 

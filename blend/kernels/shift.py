@@ -10,7 +10,6 @@ from torch.nn.functional import normalize
 
 from lmc.blend.canvas import KV, Canvas, R
 from lmc.blend.rope import Turn, rotate
-from lmc.shapes import KV as KINDS
 
 MOST_EXAMPLES = 64  # maximum number of examples of a document; more do not predict better
 # The similarity of two tokens is the cosine of their keys, less the document's mean key, plus this constant. With the
@@ -74,13 +73,13 @@ def weights_of(
 
 
 def changes_of(canvas: Canvas[R], layer: int, slots: torch.Tensor, stored: KV, turn: Turn) -> torch.Tensor:
-    """Return the changes of the keys and values at `slots [E]` since they were `stored`, float32 `[E, K, H, D]`.
+    """Return the changes of the keys and values at `slots [E]` since they were `stored`, float32 `[E, 2·H·D]`.
 
     The changes of keys are rotated by `turn`, and those of values multiplied by `VALUE_SHARE`.
     """
     now = canvas.read(layer, slots)
     keys, values = (new.float() - old for new, old in zip(now, stored, strict=True))
-    return torch.stack((rotated(keys, turn), VALUE_SHARE * values), dim=1)
+    return torch.cat((rotated(keys, turn).flatten(1), VALUE_SHARE * values.flatten(1)), dim=1)
 
 
 def correct(
@@ -92,18 +91,18 @@ def correct(
     spans: Spans,
     turn: Turn,
 ) -> None:
-    """Add to the keys and values at `slots [T]` the weighted sum of their document's `changes [E, K, H, D]`.
+    """Add to the keys and values at `slots [T]` the weighted sum of their document's `changes [E, 2·H·D]`.
 
     `weights [T, M]` has the weight of each example of the token's own document. The sum for keys is rotated by `turn`.
     """
     keys, values = canvas.read(layer, slots)
-    predicted = changes.new_empty(len(slots), changes.shape[1:].numel())
+    predicted = changes.new_empty(len(slots), changes.shape[1])
     by_document = (one.split(count) for one, count in zip(
-        (weights, changes.flatten(1), predicted), (spans.tokens, spans.examples, spans.tokens), strict=True
+        (weights, changes, predicted), (spans.tokens, spans.examples, spans.tokens), strict=True
     ))  # fmt: skip
     for own, change, out in zip(*by_document, strict=True):
         torch.mm(own[:, : len(change)], change, out=out)
-    moves, value_changes = predicted.unflatten(1, (KINDS, *keys.shape[1:])).unbind(1)  # [T, H, D]
-    keys += rotated(moves, turn)
-    values += value_changes
+    moves, value_changes = predicted.split([keys[0].numel(), values[0].numel()], dim=1)
+    keys += rotated(moves.view_as(keys), turn)
+    values += value_changes.view_as(values)
     canvas.write(layer, slots, keys, values)

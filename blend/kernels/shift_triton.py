@@ -5,26 +5,38 @@ import triton
 import triton.language as tl
 
 from lmc.blend.canvas import KV, Canvas, R
-from lmc.blend.kernels.place_triton import CHANGING, FUSED, _difference, _pairs, _rotate, _rows, rotating, rows_of
+from lmc.blend.kernels.place_triton import (
+    CHANGING,
+    FUSED,
+    _difference,
+    _pairs,
+    _rotate,
+    _rows,
+    padded,
+    rotating,
+    rows_of,
+    value_sizes,
+)
 from lmc.blend.kernels.shift import MOST_EXAMPLES, SHARED, TILE, VALUE_SHARE, Spans
 from lmc.blend.rope import Turn
-from lmc.shapes import KV as KINDS
 
 TOKENS = 16  # tokens per program of `_rotated` or `_changes`
+WIDEST = 128  # dimensions of a value that a step of `_correct` corrects
 BLOCK = 32  # dimensions per program of `_mean`, and per step of `_alike`
 
 
 @triton.jit(**CHANGING)
 def _rotated(
     out, cos, sin, slots, keys, tokens, size, key_block, key_head, key_token,
-    HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
-    BT: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr,
+    PADDED: tl.constexpr, BT: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Store the rotated keys of BT tokens and one head in `out [T, H, D]`."""
     t, h = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1)
     there, wide = t < tokens, t.to(tl.int64)
     source = _rows(keys, slots, t, there, h, size, key_block, key_head, key_token)
-    _rotate(source, None, out + (wide * HEADS + h) * D, cos, sin, wide, there, D, WIDE, HALF, PADDED, INTERLEAVED)
+    into = out + (wide * HEADS + h) * D
+    _rotate(source, None, into, cos, sin, wide, there, D, WIDE, HALF, PADDED, INTERLEAVED)
 
 
 @triton.jit(**CHANGING)
@@ -85,23 +97,23 @@ def _changes(
     out, old_keys, old_values, cos, sin, slots, keys, values, tokens, share, size,
     old_key_token, old_key_head, old_value_token, old_value_head,
     key_block, key_head, key_token, value_block, value_head, value_token,
-    HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
-    BT: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, V: tl.constexpr, WIDE_V: tl.constexpr,
+    HALF: tl.constexpr, PADDED: tl.constexpr, BT: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Store new minus old keys, rotated, and new minus old values times `share`, in `out [T, K, H, D]`.
+    """Store new minus old keys, rotated, and new minus old values times `share`, in `out [T, H·D + H·V]`.
 
     A program does this for BT tokens and one head.
     """
-    t, h, d = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1), tl.arange(0, WIDE)
+    t, h, v = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1), tl.arange(0, WIDE_V)
     there, wide = t < tokens, t.to(tl.int64)
     now = _rows(keys, slots, t, there, h, size, key_block, key_head, key_token)
     old = old_keys + wide * old_key_token + h * old_key_head
-    into = out + (wide * 2 * HEADS + h) * D
-    _rotate(now, old, into, cos, sin, wide, there, D, WIDE, HALF, PADDED, INTERLEAVED)
+    row = out + wide * (HEADS * (D + V))
+    _rotate(now, old, row + h * D, cos, sin, wide, there, D, WIDE, HALF, PADDED, INTERLEAVED)
     now = _rows(values, slots, t, there, h, size, value_block, value_head, value_token)
     old = old_values + wide * old_value_token + h * old_value_head
-    whole = there[:, None] & (d < D)[None, :]
-    tl.store(into[:, None] + HEADS * D + d[None, :], _difference(now, old, d, whole) * share, mask=whole)
+    whole, into = there[:, None] & (v < V)[None, :], row + HEADS * D + h * V
+    tl.store(into[:, None] + v[None, :], _difference(now, old, v, whole) * share, mask=whole)
 
 
 @triton.jit
@@ -122,8 +134,9 @@ def _add(into, d, more, mask):
 def _correct(
     weights, changes, tiles, cos, sin, slots, keys, values, size,
     key_block, key_head, key_token, value_block, value_head, value_token,
-    HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
-    MOST: tl.constexpr, BT: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, V: tl.constexpr, WIDE_V: tl.constexpr,
+    HALF: tl.constexpr, PADDED: tl.constexpr, MOST: tl.constexpr, BT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Correct BT tokens of one tile in one head. The third program id selects the BT tokens in the tile."""
     h, d, i, m = tl.program_id(1), tl.arange(0, WIDE), tl.arange(0, PADDED), tl.arange(0, MOST)
@@ -131,9 +144,9 @@ def _correct(
     t, there = tl.load(tile) + n, n < tl.load(tile + 1)
     known, wide = m < tl.load(tile + 3), t.to(tl.int64)
     own = tl.load(weights + wide[:, None] * MOST + m[None, :], mask=there[:, None] & known[None, :], other=0.0)
-    e = ((tl.load(tile + 2) + m).to(tl.int64) * 2 * HEADS + h) * D
+    e = (tl.load(tile + 2) + m).to(tl.int64) * (HEADS * (D + V)) + h * D
     first, second = _pairs(i, HALF, INTERLEAVED)
-    half, whole = there[:, None] & (i < HALF)[None, :], there[:, None] & (d < D)[None, :]
+    half = there[:, None] & (i < HALF)[None, :]
     a = _summed(own, changes, e, known, first, i < HALF)
     b = _summed(own, changes, e, known, second, i < HALF)
     c = tl.load(cos + wide[:, None] * HALF + i[None, :], mask=half, other=0.0)
@@ -145,7 +158,10 @@ def _correct(
         rest = (d >= 2 * HALF) & (d < D)
         _add(into, d, _summed(own, changes, e, known, d, rest), there[:, None] & rest[None, :])
     into = _rows(values, slots, t, there, h, size, value_block, value_head, value_token)
-    _add(into, d, _summed(own, changes, e + HEADS * D, known, d, d < D), whole)
+    e += HEADS * D + h * (V - D)
+    for begin in range(0, V, WIDE_V):
+        v = begin + tl.arange(0, WIDE_V)
+        _add(into, v, _summed(own, changes, e, known, v, v < V), there[:, None] & (v < V)[None, :])
 
 
 def weights_of(
@@ -180,11 +196,12 @@ def changes_of(canvas: Canvas[R], layer: int, slots: torch.Tensor, stored: KV, t
     """See `lmc.blend.kernels.shift.changes_of`."""
     keys, values, _ = canvas.paged(layer)
     _, heads, size, dim = keys.shape
-    out = torch.empty(len(slots), KINDS, heads, dim, dtype=torch.float32, device=keys.device)
+    numbers = heads * (dim + values.shape[3])
+    out = torch.empty(len(slots), numbers, dtype=torch.float32, device=keys.device)
     _changes[(triton.cdiv(len(slots), TOKENS), heads)](
         out, *stored, *rows_of(turn), slots, keys, values, len(slots), VALUE_SHARE, size,
         *stored[0].stride()[:2], *stored[1].stride()[:2], *keys.stride()[:3], *values.stride()[:3],
-        BT=TOKENS, num_warps=4, **rotating(keys, turn),
+        BT=TOKENS, num_warps=4, **value_sizes(values), **rotating(keys, turn),
     )  # fmt: skip
     return out
 
@@ -201,12 +218,18 @@ def correct(
     """See `lmc.blend.kernels.shift.correct`."""
     keys, values, _ = canvas.paged(layer)
     _, heads, size, dim = keys.shape
-    together = corrected(dim)
+    wide = corrected_values(values.shape[3])
+    together = corrected(max(dim, wide["WIDE_V"]))
     _correct[(len(spans.tiles), heads, TILE // together)](
         weights, changes, spans.tiles, *rows_of(turn), slots, keys, values, size,
         *keys.stride()[:3], *values.stride()[:3],
-        MOST=MOST_EXAMPLES, BT=together, num_warps=8, **rotating(keys, turn),
+        MOST=MOST_EXAMPLES, BT=together, num_warps=8, **wide, **rotating(keys, turn),
     )  # fmt: skip
+
+
+def corrected_values(dim: int) -> dict[str, int]:
+    """Return the sizes of values in `_correct`, which corrects latent values in several steps."""
+    return {"V": dim, "WIDE_V": min(padded(dim), WIDEST)}
 
 
 def corrected(dim: int) -> int:

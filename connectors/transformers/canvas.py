@@ -12,10 +12,9 @@ from lmc.blend.layer_attention import LayerAttention, turns_of
 from lmc.blend.segments import Placement
 from lmc.blend.staging import Staging
 from lmc.connectors.transformers.layers import Angles, DecoderLayers
-from lmc.shapes import KV as KINDS
 
-# For each layer in order: its number, and one part [K, T, H, D] for each placement.
-Reader = Iterator[tuple[int, Sequence[torch.Tensor]]]
+# For each layer in order: its number, and stored keys and values [T, H, D] for each placement.
+Reader = Iterator[tuple[int, Sequence[KV]]]
 
 
 @dataclass(slots=True)
@@ -45,13 +44,13 @@ class DenseCanvas(Canvas[DenseRows]):
         self.attentions: Sequence[LayerAttention] = layers.attentions(self._angles)
         self._turns = turns_of(self.attentions, old, self._stored)
         shape, empty = layers.shape, partial(torch.empty, dtype=layers.shape.dtype, device=self.device)
-        size = (shape.kv_heads, len(tokens), shape.head_dim)
-        self.kv: list[KV] = [(empty(size), empty(size)) for _ in range(self.depth)]  # [H, N, D] each
+        sizes = [(shape.kv_heads, len(tokens), dim) for dim in shape.dims]
+        self.kv: list[KV] = [(empty(sizes[0]), empty(sizes[1])) for _ in range(self.depth)]  # [H, N, D] each
         self.logits: torch.Tensor  # [V], after the last layer
         self._placed = 0  # number of layers whose stored parts are in place
         self._staging: Staging | None = None
         if self.device.type == "cuda" and self.kernels.in_pages and placements:
-            buffer = partial(empty, (KINDS, len(self._stored), shape.kv_heads, shape.head_dim))
+            buffer = partial(shape.empty, len(self._stored), self.device)
             self._staging = Staging(self.kernels, self._parts, buffer, torch.cuda.Stream(self.device))
 
     def place(self, layer: int) -> int:
@@ -64,7 +63,7 @@ class DenseCanvas(Canvas[DenseRows]):
             self.kernels.place([staged], self._turns[layer], self._stored, self.paged(layer))
         return 0
 
-    def _parts(self, layer: int) -> Sequence[torch.Tensor]:
+    def _parts(self, layer: int) -> Sequence[KV]:
         """Wait for the stored parts of a layer, and return them."""
         arrived, parts = next(self._reader)
         assert arrived == layer, "the reader is out of step"
@@ -113,8 +112,8 @@ class DenseCanvas(Canvas[DenseRows]):
         if hidden is not None:
             rows.hidden = hidden
         elif finishes:  # All keys and values are in place, so that the last row alone can be finished.
-            end = Angles(angles.cos[-1:], angles.sin[-1:])
-            hidden = self._layers.run(layer, rows.hidden[-1:], rows.positions[-1:], end, attend_last)
+            end = slice(-1, None)
+            hidden = self._layers.run(layer, rows.hidden[end], rows.positions[end], angles.at(end), attend_last)
             assert hidden is not None
             self.logits = self._layers.logits(hidden[-1])
         if self._staging is not None and layer + 1 == self._placed < self.depth:

@@ -15,7 +15,6 @@ from transformers.utils.logging import disable_progress_bar
 from lmc.blend.canvas import KV
 from lmc.engine.identity import checkpoint_files, identity_of_files, identity_of_parameters
 from lmc.errors import InputError, UnsupportedModel
-from lmc.shapes import KV as KV_PARTS
 from lmc.shapes import KVShape
 
 MISSING = "the directory does not exist"
@@ -78,17 +77,18 @@ def model_facts(name: str | Path, dtype: str | None = None) -> ModelFacts:
         if others := sorted(kinds - ATTENTION_KINDS):
             raise InputError(f"lmc does not know the sizes of the layers of {name}: {', '.join(others)}")
         rank, heads = getattr(config, "kv_lora_rank", None), config.num_attention_heads
-        if rank:  # MLA keeps one vector of a token for keys and values together, which a shape counts as two halves.
-            kv_heads, head_dim = 1, (rank + config.qk_rope_head_dim) // KV_PARTS
+        if rank:
+            kv_heads, head_dim, value_dim = 1, config.qk_rope_head_dim, rank
             kept = f"with MLA, {rank + config.qk_rope_head_dim} values each"
         else:
             kv_heads = getattr(config, "num_key_value_heads", None) or heads
-            head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+            head_dim = value_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
             kept = f"with {kv_heads} KV heads of {head_dim}"
         shape = KVShape(
             layers=config.num_hidden_layers,
             kv_heads=kv_heads,
             head_dim=head_dim,
+            value_dim=value_dim,
             dtype=torch_dtype or config.dtype or whole.dtype or torch.bfloat16,
         )
     except (OSError, ValueError, AttributeError) as error:
@@ -106,8 +106,6 @@ def model_facts(name: str | Path, dtype: str | None = None) -> ModelFacts:
 
 def _unblended(config: Any, kinds: set[str]) -> str:
     """Return why vLLM with lmc cannot blend a model, as far as its configuration says; empty if it may be blended."""
-    if getattr(config, "kv_lora_rank", None):
-        return "it has MLA instead of keys and values for each head"
     if "full_attention" not in kinds if kinds else getattr(config, "sliding_window", None):
         return "no layer attends to the whole prompt"
     if getattr(config, "attn_logit_softcapping", None):
@@ -165,15 +163,22 @@ def identity(model: Any, checkpoint: str | Path | None) -> str:
     return identity_of_parameters(model.config.to_dict(), model.named_parameters())
 
 
-def rows_of(cache: DynamicCache) -> list[KV]:
-    """Return views `[T, H, D]` of a transformers cache `[1, H, T, D]`."""
-    return [(layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)) for layer in cache.layers]
+def rows_of(cache: DynamicCache, *, latent: bool = False) -> list[KV]:
+    """Return views `[T, H, D]` of a transformers cache `[1, H, T, D]`.
+
+    For models with MLA, the cache has latent vectors as keys and rotated keys as values; lmc has them reversed.
+    """
+    rows = [(layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)) for layer in cache.layers]
+    return [(values, keys) for keys, values in rows] if latent else rows
 
 
-def cache_of(kv: Sequence[KV]) -> DynamicCache:
-    """Return a transformers cache around `[H, T, D]` tensors, without the copy that `update` would make."""
+def cache_of(kv: Sequence[KV], *, latent: bool = False) -> DynamicCache:
+    """Return a transformers cache around `[H, T, D]` tensors, without the copy that `update` would make.
+
+    `latent` is as in `rows_of`.
+    """
     cache = DynamicCache()
-    for keys, values in kv:
+    for keys, values in ((values, keys) for keys, values in kv) if latent else kv:
         layer = DynamicLayer()
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys[None], values[None]

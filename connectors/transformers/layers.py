@@ -15,11 +15,13 @@ import torch
 from transformers import AttentionInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from lmc.blend.canvas import EndOfLayer
+from lmc.blend.canvas import KV, EndOfLayer
 from lmc.blend.kernels.shift import rotated
 from lmc.blend.layer_attention import LayerAttention
 from lmc.blend.rope import UNROTATED, Rotation, Turn, check_rope
 from lmc.blend.selftest import FLOOR, difference
+from lmc.connectors.transformers.hf import cache_argument
+from lmc.engine.identity import rope_name
 from lmc.errors import UnsupportedModel
 from lmc.shapes import KVShape
 
@@ -47,15 +49,61 @@ def _attention(
 AttentionInterface.register(NAME, _attention)
 
 
+class LatentRows:
+    """Stands for the cache of a layer with MLA, and catches what the layer would keep of its rows."""
+
+    rotated: torch.Tensor  # [T, 1, D]
+    latent: torch.Tensor  # [T, 1, D]
+
+    def update(self, latent: torch.Tensor, rotated: torch.Tensor, *_: Any, **__: Any) -> KV:
+        """Catch the rows `[1, 1, T, D]`, and return them."""
+        if latent.shape[1] > 1:
+            raise UnsupportedModel("this version of transformers keeps keys and values of MLA by heads")
+        self.latent, self.rotated = (one[0].transpose(0, 1) for one in (latent, rotated))
+        return latent, rotated
+
+
+class Projections(NamedTuple):
+    """The projections of latent vectors to keys and values of each head (DeepSeek-V2, arXiv 2405.04434, 2.1.2)."""
+
+    keys: torch.Tensor  # [Q, D, L]
+    values: torch.Tensor  # [Q, D, L]
+
+    @classmethod
+    def of(cls, attention: Any) -> "Projections":
+        """Return the projections of an attention with MLA."""
+        dims = attention.qk_nope_head_dim, attention.v_head_dim
+        by_head = attention.kv_b_proj.weight.view(attention.num_heads, sum(dims), -1)
+        return cls(*by_head.split(dims, dim=1))
+
+    def absorbed(self, query: torch.Tensor) -> torch.Tensor:
+        """Return queries `[T, Q, D]` that fit rotated keys and latent vectors, side by side."""
+        plain, rotated = query.split((self.keys.shape[1], query.shape[-1] - self.keys.shape[1]), dim=-1)
+        return torch.cat((rotated, torch.einsum("tqd,qdl->tql", plain, self.keys)), dim=-1)
+
+
 class Angles(NamedTuple):
     """The model's own cos and sin of some positions, `[T, R]` each, for one kind of layer."""
 
     cos: torch.Tensor
     sin: torch.Tensor
+    joined: bool = False  # whether the model has them as complex numbers
 
-    def at(self, positions: torch.Tensor) -> "Angles":
+    @classmethod
+    def of(cls, found: Any) -> "Angles":
+        """Return the angles that a model's RoPE returns for positions `[1, T]`."""
+        joined = isinstance(found, torch.Tensor)
+        cos, sin = (found.real, found.imag) if joined else found
+        return cls(cos[0], sin[0], joined)
+
+    def at(self, positions: torch.Tensor | slice) -> "Angles":
         """Return the rows at `positions [T]`."""
-        return Angles(self.cos[positions], self.sin[positions])
+        return self._replace(cos=self.cos[positions], sin=self.sin[positions])
+
+    def embeddings(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return them as the model's layers take them."""
+        cos, sin = self.cos[None], self.sin[None]
+        return torch.complex(cos, sin) if self.joined else (cos, sin)
 
 
 class DecoderLayers:
@@ -73,14 +121,21 @@ class DecoderLayers:
         self._config, self._model, self._body, self._layers = config, model, model.model, model.model.layers
         weight, heads = self._body.embed_tokens.weight, config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        head_dim = value_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        rank = getattr(config, "kv_lora_rank", None)
+        if rank:
+            kv_heads, head_dim, value_dim = 1, config.qk_rope_head_dim, rank
+        self.latent, self._cache = bool(rank), cache_argument(model)
         self.kinds: list[str] = list(kinds)  # by layer
         self.vocabulary: int = config.vocab_size
         self.positions: int = config.max_position_embeddings
-        self.shape = KVShape(layers=self.depth, kv_heads=kv_heads, head_dim=head_dim, dtype=weight.dtype)
+        self.shape = KVShape(
+            layers=self.depth, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, dtype=weight.dtype
+        )
         self.device: torch.device = weight.device
         try:
             with torch.inference_mode():
+                self._projections = [Projections.of(layer.self_attn) for layer in self._layers] if rank else []
                 self._seen = self._examined()
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise UnsupportedModel(
@@ -100,7 +155,7 @@ class DecoderLayers:
         found = {
             kind: rope(probe, position_ids=at, **({"layer_type": kind} if by_kind else {})) for kind in set(self.kinds)
         }
-        return {kind: Angles(cos[0], sin[0]) for kind, (cos, sin) in found.items()}
+        return {kind: Angles.of(one) for kind, one in found.items()}
 
     def attentions(self, angles: dict[str, Angles]) -> list[LayerAttention]:
         """Return the description of each layer's attention; keys can be moved between the positions of `angles`."""
@@ -112,6 +167,12 @@ class DecoderLayers:
             LayerAttention(**seen, rotation=UNROTATED if way is None else made[kind, way])
             for kind, (seen, way) in zip(self.kinds, self._seen, strict=True)
         ]
+
+    @property
+    def rope(self) -> str:
+        """A name for the model's RoPE, as in `rope_name`."""
+        rotations = [attention.rotation for attention in self.attentions(self.angles(1))]
+        return rope_name(self._config.rope_parameters, interleaved=any(one.interleaved for one in rotations))
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the hidden states `[T, E]` before layer 0."""
@@ -125,20 +186,24 @@ class DecoderLayers:
 
         The attention is computed by `attend`; if that ends the layer, the result is None.
         """
+        more: dict[str, Any] = {}
+        if self.latent:
+            more[self._cache] = rows = LatentRows()
+            attend = self._by_heads(self._projections[layer], rows, attend)
         usual, token = self._config._attn_implementation, _ATTEND.set(attend)
         self._config._attn_implementation = NAME
         try:
-            rotation = angles.cos[None], angles.sin[None]
             out = self._layers[layer](
-                hidden[None], attention_mask=None, position_ids=positions[None], position_embeddings=rotation
-            )
+                hidden[None], attention_mask=None, position_ids=positions[None],
+                position_embeddings=angles.embeddings(), **more,
+            )  # fmt: skip
         except EndOfLayer:
             return None
         finally:
             self._config._attn_implementation = usual
             _ATTEND.reset(token)
-        rows: torch.Tensor = (out[0] if isinstance(out, tuple) else out)[0]
-        return rows
+        found: torch.Tensor = (out[0] if isinstance(out, tuple) else out)[0]
+        return found
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits `[V]` of one row `[E]` after the last layer."""
@@ -149,6 +214,16 @@ class DecoderLayers:
             return model(input_ids=token, use_cache=False).logits[0, -1]  # type: ignore[no-any-return]
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _by_heads(projections: Projections, rows: LatentRows, attend: Attend) -> Attend:
+        """Return an attention function for a layer with MLA, which calls `attend` with latent rows."""
+
+        def attend_by_heads(query: torch.Tensor, *others: Any) -> torch.Tensor | None:
+            attended = attend(projections.absorbed(query), rows.rotated, rows.latent, others[-1])
+            return None if attended is None else torch.einsum("tql,qdl->tqd", attended, projections.values)
+
+        return attend_by_heads
 
     def _examined(self) -> list[tuple[dict[str, Any], int | None]]:
         """Return scale, window and sinks of each layer, and the index of its rotation; None if its keys do not rotate.
@@ -169,6 +244,7 @@ class DecoderLayers:
                 "scale": float(named["scaling"]),
                 "window": int(named.get("sliding_window") or 0),
                 "sinks": named.get("s_aux"),
+                "latent": self.latent,
             }
             turns = [rotation.turn(*ends) for rotation in _rotations(angles[kind])]
             found.append((seen, _way(first, moved, turns)))

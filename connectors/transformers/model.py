@@ -38,11 +38,9 @@ from lmc.connectors.transformers.report import How, Prefilled, Report
 from lmc.connectors.transformers.selftest import prove_model
 from lmc.copies import settle
 from lmc.engine import CacheEngine, DocumentMatch, Match, NewChunk, Plan
-from lmc.engine.identity import rope_name
 from lmc.errors import ChunkLost, ConfigError, InputError, UnsupportedModel
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds
 from lmc.open_store import open_store
-from lmc.shapes import KV as KINDS
 from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.contract import Reservation
 from lmc.storage.places import MEMORY
@@ -87,7 +85,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         self._salt, name = cache_salt, identity(model, checkpoint)
         self._refused = self._why_not()
         self.blends = not self._refused
-        shape, rope = self.layers.shape, rope_name(model.config.rope_parameters)
+        shape, rope = self.layers.shape, self.layers.rope
         namespace = Namespace.of(shape, model=name, rope=rope, chunk_size=settings.chunk_size)
         layout, called = ChunkLayout.of(shape, settings.chunk_size), str(checkpoint or model.config.name_or_path)
         prefix = self._checked(learn_prefix, "learn_prefix") if learn_prefix else ()
@@ -133,8 +131,8 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         if self.knows(document):
             return 0
         started = time.perf_counter()
-        behind, cache = len(self.engine.prefix), cache_of(self._prefix_kv)
-        rows = rows_of(prefilled(self.model, document, cache))
+        behind, cache = len(self.engine.prefix), self._cache_of(self._prefix_kv)
+        rows = self._rows_of(prefilled(self.model, document, cache))
         kv = [(keys[behind:], values[behind:]) for keys, values in rows]
         self._note_speed(len(document), 0, started)
         self.engine.store.flush()  # A full write queue would drop chunks.
@@ -179,7 +177,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
             raise InputError(
                 f"the cache has {contents}, but {len(tokens)} tokens were given: pass the tokens of this cache"
             )
-        return self._store_exact(tokens[:length], rows_of(cache))
+        return self._store_exact(tokens[:length], self._rows_of(cache))
 
     # -- prefilling --------------------------------------------------------------------------------------------------
 
@@ -231,7 +229,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         out = self.model.generate(input_ids=ids, **options)[0].tolist()
         if how == "exact" and self.settings.save_decode_cache:
             length = min(prefilled_prompt.cache.get_seq_length(), self.layers.positions)
-            self._store_exact(out[:length], rows_of(prefilled_prompt.cache))
+            self._store_exact(out[:length], self._rows_of(prefilled_prompt.cache))
         self.learn_pending()
         return out[len(prompt) :], prefilled_prompt.report
 
@@ -250,14 +248,14 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         counts |= {"unknown": len(plan.unknown), "skipped": plan.skipped, "note": plan.note}
         report = Report(how=how, tokens=len(prompt), seconds=self._elapsed(started), **counts)
         if how == "exact":
-            self._store_exact(prompt, rows_of(cache))
+            self._store_exact(prompt, self._rows_of(cache))
         elif how != "full" and self.settings.blend_learn:
             self.engine.learn_later(prompt, plan.unknown, self._salt)
         if how != "full":
             # The KV before the first approximate token is exact, and all KV after it is approximate. The exact KV of
             # the text before the first document is stored for later prompts.
             exact = min([segments.system.stop, *(piece.at for piece in plan.approximate)])
-            self._store_exact(prompt[:exact], rows_of(cache))
+            self._store_exact(prompt[:exact], self._rows_of(cache))
         cache.crop(-1)
         return Prefilled(logits=logits, cache=cache, report=report)
 
@@ -295,7 +293,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         exact = plan.tokens - result.reused
         if not result.reused and loaded.keys() <= MEMORY:
             self._note_speed(length - exact, exact, begun)
-        cache = cache_of(canvas.kv)
+        cache = self._cache_of(canvas.kv)
         cache.lmc_approximate = result.reused > 0
         counts = {"computed": tuple(result.computed), "loaded": dict(loaded), "exact": exact, "reused": result.reused}
         repaired = {"charged_budget": result.charged_budget, "repaired": tuple(result.repaired)}
@@ -305,19 +303,18 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         """Prefill with the model itself: the tokens after an exact prefix, or the whole prompt."""
         loaded = Counter[str]()
         with closing(self.engine.layers(plan.exact, loaded)) as reader:
-            cache = cache_of([self._side_by_side(parts) for _, parts in reader])
+            cache = self._cache_of([self._side_by_side(parts) for _, parts in reader])
         begun, new = time.perf_counter(), len(prompt) - plan.reach
         logits = forward(self.model, prompt[plan.reach :], cache).logits[0, -1]
         self._note_speed(new, plan.reach, begun)
         computed = (new,) * self.layers.shape.layers
         return logits, cache, {"computed": computed, "loaded": dict(loaded), "exact": plan.reach}
 
-    def _side_by_side(self, parts: Sequence[torch.Tensor]) -> KV:
-        """Join parts `[K, T, H, D]`, on the host or on the device, to keys and values `[H, T, D]` on the device."""
-        tokens = sum(part.shape[1] for part in parts)
-        together = parts[0].new_empty(KINDS, tokens, *parts[0].shape[2:], device=self.layers.device)
+    def _side_by_side(self, parts: Sequence[KV]) -> KV:
+        """Join stored parts, on the host or on the device, to keys and values `[H, T, D]` on the device."""
+        together = self.layers.shape.empty(sum(len(keys) for keys, _ in parts), self.layers.device)
         self._kernels.stage(parts, together)
-        keys, values = together.transpose(1, 2)
+        keys, values = (half.transpose(0, 1) for half in together)
         return keys, values
 
     # -- storing -----------------------------------------------------------------------------------------------------
@@ -358,8 +355,14 @@ class CachedModel(AbstractContextManager["CachedModel"]):
     def _prefix_kv(self) -> list[KV]:
         """The keys and values `[H, T, D]`, by layer, of the tokens after which documents are learned."""
         prefix = self.engine.prefix
-        layers = prefilled(self.model, prefix).layers if prefix else ()
-        return [(layer.keys[0], layer.values[0]) for layer in layers]
+        rows = self._rows_of(prefilled(self.model, prefix)) if prefix else ()
+        return [(keys.transpose(0, 1), values.transpose(0, 1)) for keys, values in rows]
+
+    def _rows_of(self, cache: DynamicCache) -> list[KV]:
+        return rows_of(cache, latent=self.layers.latent)
+
+    def _cache_of(self, kv: Sequence[KV]) -> DynamicCache:
+        return cache_of(kv, latent=self.layers.latent)
 
     def _why_not(self) -> str:
         """Test the model. Returns and logs why documents are not blended; an empty string if they are."""

@@ -28,16 +28,16 @@ def prove_model(model: Any, layers: DecoderLayers) -> None:
         tokens = random_prompt(layers.vocabulary, layers.attentions(layers.angles(1)), layers.positions, layers.device)
         start = len(tokens) - DOCUMENT_TOKENS
         (whole, wanted), (in_two, again), (alone, _), (repeated, _) = (
-            _prefill(model, chunks)
+            _prefill(model, chunks, latent=layers.latent)
             for chunks in ([tokens], [tokens[:start], tokens[start:]], [tokens[start:]], [tokens[:1] * len(tokens)])
         )
         placement = Placement(at=start, tokens=DOCUMENT_TOKENS, first=0)
-        parts = ((layer, [torch.stack(kv)]) for layer, kv in enumerate(alone))
+        parts = ((layer, [kv]) for layer, kv in enumerate(alone))
         canvas = DenseCanvas(layers, tokens, [], iter(()))
         prove(canvas, DenseCanvas(layers, tokens, [placement], parts), whole, in_two, repeated)
         if layers.device.type == "cuda":  # Nothing is compiled for a CPU.
             moved = Placement(at=start, tokens=DOCUMENT_TOKENS - QUESTION_SIZE, first=0)
-            stored = [torch.stack(kv)[:, : moved.tokens] for kv in alone]
+            stored = [(keys[: moved.tokens], values[: moved.tokens]) for keys, values in alone]
             rehearse(
                 lambda: DenseCanvas(layers, tokens, [moved], ((layer, [kv]) for layer, kv in enumerate(stored))),
                 moved,
@@ -46,9 +46,9 @@ def prove_model(model: Any, layers: DecoderLayers) -> None:
         check("logits", difference(canvas.logits, wanted), difference(again, wanted), wanted.dtype)
 
 
-def _prefill(model: Any, chunks: Sequence[Sequence[int]]) -> tuple[list[KV], torch.Tensor]:
+def _prefill(model: Any, chunks: Sequence[Sequence[int]], *, latent: bool) -> tuple[list[KV], torch.Tensor]:
     """Prefill a prompt with the model, chunk by chunk; return the KV by layer and the logits of the last token."""
     cache = DynamicCache()
     for chunk in chunks:
         logits = forward(model, chunk, cache).logits[0, -1]
-    return rows_of(cache), logits
+    return rows_of(cache, latent=latent), logits

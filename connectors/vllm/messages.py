@@ -25,6 +25,7 @@ class WorkerFacts:
     weights: str = ""  # digest of the weights in memory, if they do not come from files
     kv_heads: int = 0  # KV heads of this rank; 0 if the tokens in its pages cannot be read
     head_dim: int = 0
+    value_dim: int = 0
     dtype: str = ""
     rope: str = ""
     refused: str = ""  # why the worker cannot blend; empty if it can

@@ -14,6 +14,8 @@ from lmc.connectors.vllm import vllm_api
 # warning, if they pass the self-test at start.
 TESTED = {
     "Cohere2ForCausalLM": "windows with RoPE, full attention without",
+    "DeepseekV2ForCausalLM": "MLA, YaRN",
+    "DeepseekV3ForCausalLM": "MLA, YaRN",
     "Exaone4ForCausalLM": "windows with RoPE, full attention without",
     "Gemma3ForCausalLM": "windows, and a RoPE for each kind of layer",
     "Glm4ForCausalLM": "partial, interleaved RoPE",

@@ -92,7 +92,8 @@ def open_engine(
     check_chunk_size(settings, block_size)
     first, ranks = workers[0], max(worker.rank[1] for worker in workers) + 1
     stages, dtype = layers_of_stages(workers), getattr(torch, first.dtype.removeprefix("torch."))
-    shape = KVShape(layers=sum(stages), kv_heads=first.kv_heads, head_dim=first.head_dim, dtype=dtype)
+    dims = {"head_dim": first.head_dim, "value_dim": first.value_dim}
+    shape = KVShape(layers=sum(stages), kv_heads=first.kv_heads, dtype=dtype, **dims)
     page_bytes = max(size for worker in workers for size in worker.page_bytes)
     layout = ChunkLayout(Parallelism(stages, ranks), page_bytes * (settings.chunk_size // block_size), dtype.itemsize)
     pages = "|".join(f"{worker.rank}{worker.page_bytes}{worker.layout}" for worker in workers)

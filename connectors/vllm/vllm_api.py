@@ -29,7 +29,7 @@ _NAMES = {  # by module
     "KVConnectorMetadata KVConnectorRole KVConnectorWorkerMetadata SupportsHMA",
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics": "KVConnectorPromMetrics KVConnectorStats",
     "vllm.forward_context": "set_forward_context",
-    "vllm.model_executor.layers.attention": "Attention",
+    "vllm.model_executor.layers.attention": "Attention MLAAttention",
     "vllm.tokenizers": "cached_tokenizer_from_config",
     "vllm.tracing": "extract_trace_context instrument_manual",
     "vllm.utils.hashing": "get_hash_fn_by_name",

@@ -40,6 +40,8 @@ from lmc.storage.stats import StoreStats
 from lmc.storage.store import Store
 from lmc.storage.tiers.record import RecordMeta
 
+Part = tuple[torch.Tensor, torch.Tensor]  # keys and values of a chunk's tokens in one layer
+
 SHORTER = 8  # A document that is given as a text may lack its first and its last word, of at most this many tokens.
 
 
@@ -257,8 +259,8 @@ class CacheEngine:
 
     def layers(
         self, pieces: Sequence[Piece], loaded: "Counter[str] | None" = None
-    ) -> Generator[tuple[int, list[torch.Tensor]], None, None]:
-        """Yield for each layer, in order, its number and one tensor `[K, T, H, D]` for each piece.
+    ) -> Generator[tuple[int, list[Part]], None, None]:
+        """Yield for each layer, in order, its number, and keys and values `[T, H, D]` for each piece.
 
         Later layers are loaded meanwhile. Without pieces, nothing is yielded. The tensors are views of slots and are
         valid until the generator ends, so use it under `contextlib.closing`. `loaded` is increased by the bytes that
@@ -372,11 +374,10 @@ class CacheEngine:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _part(self, piece: Piece, pin: Pin, layer: int, loaded: "Counter[str] | None") -> torch.Tensor:
-        part = self.shape.part(self.store.part(pin, layer), piece.stored)
+    def _part(self, piece: Piece, pin: Pin, layer: int, loaded: "Counter[str] | None") -> Part:
         if loaded is not None:
             loaded[pin.place] += self.shape.part_bytes(piece.stored)
-        return part[:, piece.skip : piece.skip + piece.tokens]
+        return self.shape.part(self.store.part(pin, layer), piece.stored, piece.rows)
 
     def _record_bytes(self, piece: Piece) -> int:
         if piece.kind is RecordKind.PAGES:

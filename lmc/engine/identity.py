@@ -31,13 +31,16 @@ FRESH_SECONDS = 2.0  # A file that changed this recently may change again withou
 NOT_KV = frozenset({"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"})
 
 
-def rope_name(parameters: Mapping[str, object] | None) -> str:
-    """Return a canonical string for a model's RoPE parameters.
+def rope_name(parameters: Mapping[str, object] | None, *, interleaved: bool = False) -> str:
+    """Return a canonical string for a model's RoPE parameters, and for which dimensions of its keys rotate together.
 
-    It does not depend on how a library writes defaults and numbers.
+    It does not depend on how a library writes defaults and numbers. Libraries may keep the keys of the same checkpoint
+    in different orders of dimensions (DeepSeek V3 in transformers and in vLLM).
     """
     given = {name: _as_floats(value) for name, value in (parameters or {}).items() if value is not None}
     kind = given.pop("rope_type", given.pop("type", "default"))
+    if interleaved:
+        given["interleaved"] = True
     return json.dumps({**given, "rope_type": kind}, sort_keys=True, default=str)
 
 

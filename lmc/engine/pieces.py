@@ -28,6 +28,11 @@ class Piece(Placement):
         return cls(key=key, kind=kind, stored=tokens, at=at, tokens=tokens, first=first, place=place, exact=exact)
 
     @property
+    def rows(self) -> slice:
+        """The tokens of the chunk that are used."""
+        return slice(self.skip, self.skip + self.tokens)
+
+    @property
     def stop(self) -> int:
         """The position after the last used token."""
         return self.at + self.tokens

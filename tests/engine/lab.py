@@ -76,6 +76,23 @@ LONGROPE = {
     "long_factor": [1.0 + i / 4 for i in range(12)],
 }
 WINDOWED = ["sliding_attention"] * 3 + ["full_attention"]
+LATENT = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 512,  # vLLM's CPU build has no kernel for other sizes of the latent vector and the rotated key.
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "head_dim": 64,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 4,
+    # vLLM's CPU build rotates the rows of MLA wrongly with plain RoPE, because they are views of longer rows.
+    "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {"head_dim": 32}),
     "llama3": (transformers.LlamaConfig, {"head_dim": 32, "rope_parameters": LLAMA3}),
@@ -92,24 +109,10 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
         transformers.Qwen3MoeConfig,
         {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
     ),
-    "deepseek": (
-        transformers.DeepseekV2Config,
-        {
-            "num_key_value_heads": 8,
-            "q_lora_rank": None,
-            "kv_lora_rank": 512,
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 32,
-            "v_head_dim": 32,
-            "head_dim": 64,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
-            "n_shared_experts": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 4,
-        },
+    "deepseek2": (transformers.DeepseekV2Config, {**LATENT, "q_lora_rank": None}),
+    "deepseek3": (
+        transformers.DeepseekV3Config,
+        {**LATENT, "q_lora_rank": 64, "first_k_dense_replace": 2, "topk_method": "noaux_tc"},
     ),
     "gemma3": (transformers.Gemma3TextConfig, {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128}),
     "gemma3mixed": (
@@ -409,6 +412,8 @@ def launch(model: Path, settings: dict[str, Any] | None = None, **options: Any) 
             "disable_log_stats": True,
             "block_size": BLOCK,
             "max_num_batched_tokens": 256,
+            # The other backend of MLA, for CPUs with AMX, does not take float32.
+            **({"attention_backend": "CPU_MLA"} if model.name.startswith("deepseek") else {}),
             **options,
         },
     )

@@ -27,6 +27,8 @@ ENGINES = {
     "cohere2": ("cohere2", {}, {}),
     "exaone4": ("exaone4", {}, {}),
     "llama4": ("llama4", {}, {}),
+    "deepseek2": ("deepseek2", {}, {}),
+    "deepseek3": ("deepseek3", {}, {}),
     "glm4": ("glm4", {}, {}),
     "glm4moe": ("glm4moe", {}, {}),
     "granite": ("granite", {}, {}),
@@ -40,7 +42,7 @@ ENGINES = {
 
 
 @pytest.fixture(
-    scope="module", params=mostly_long(ENGINES, "llama", "qwen3moe"), ids=lambda name: name.replace(" ", "-")
+    scope="module", params=mostly_long(ENGINES, "llama", "deepseek3"), ids=lambda name: name.replace(" ", "-")
 )
 def lab(request, models, shared_engine):
     family, settings, options = ENGINES[request.param]

@@ -16,7 +16,7 @@ from lmc.errors import UnsupportedModel
 DOCUMENTS = [words(150, 1), words(300, 2)]
 
 
-@pytest.fixture(scope="module", params=mostly_long(["llama", "gemma3mixed", "llama4"], "llama"))
+@pytest.fixture(scope="module", params=mostly_long(["llama", "gemma3mixed", "llama4", "deepseek2"], "llama"))
 def lab(request, models, shared_engine):
     return shared_engine(models(request.param))
 
@@ -67,6 +67,8 @@ def consecutive_slots(batch, positions):
 
 @pytest.mark.parametrize("fault", [one_run, rows_before_a_run_are_hidden, consecutive_slots])
 def test_a_wrong_mask_and_a_wrong_slot_are_found(lab, monkeypatch, fault):
+    if fault is rows_before_a_run_are_hidden and layers_of_lmc().attentions[0].latent:
+        pytest.skip("several runs of MLA go to lmc's own attention, which does not read these lengths")
     change_batches(monkeypatch, fault)
     with pytest.raises(UnsupportedModel, match="differ from the model's"):
         prove(lab)

@@ -25,11 +25,11 @@ SIZES = {
 }
 
 
-@pytest.fixture(scope="module")
-def shared(models, tmp_path_factory):
+@pytest.fixture(scope="module", params=["llama", "gemma3mixed"])
+def shared(request, models, tmp_path_factory):
     """52 blocks of 32 tokens, 12 chunks of 128 in memory, a disk."""
     settings = {"local_disk": str(tmp_path_factory.mktemp("disk")), "max_local_cpu_size": 12.5 * (1 << 19) / (1 << 30)}
-    with engine(models("llama"), settings, **SIZES) as lab:
+    with engine(models(request.param), settings, **SIZES) as lab:
         assert lab.store.slots == 12
         lab.preempting = {}
         lab.wanted = {len(tokens): answer(lab.vanilla(tokens, COUNT)) for tokens in (PROMPT.tokens, *PLAIN)}

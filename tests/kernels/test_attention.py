@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from amount import cases, mostly_long
-from pages import LAYOUTS, TOLERANCE, as_dense, pages_of
+from pages import LAYOUTS, TOLERANCE, as_dense, latent_pages, pages_of
 
+from lmc.blend.canvas import Paged
 from lmc.blend.kernels import attention, attention_triton
 from lmc.blend.kernels.attention_triton import tile
 from lmc.blend.layer_attention import LayerAttention
@@ -50,6 +51,32 @@ def test_outputs_are_those_of_torch(shape, dtype, layout):
     wanted = attention.attend(query, pages, positions, layer)
     assert agree(attention_triton.attend(query, pages, positions, layer), wanted, dtype)
     assert agree(attention_triton.attend(query, as_dense(pages, 150), positions, layer), wanted, dtype)
+
+
+@pytest.mark.parametrize("share", [16, 512])
+@pytest.mark.parametrize("heads", [3, 32])  # 32 are too many for one program
+@pytest.mark.parametrize("latent", [True, False])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_values_may_have_another_dim_and_be_keys_too(monkeypatch, dtype, latent, heads, share):
+    """Latent attention is that of keys with two parts, of which the second one is the value."""
+    shared(monkeypatch, share)
+    _, _, positions, layer = problem((1, heads, 64, 16), dtype, "NHD")
+    pages, layer = latent_pages(32, 80, 16, 150, dtype), replace(layer, latent=latent)
+    query = torch.randn(len(positions), heads, 32 + 80 * latent).to(dtype)
+    present = torch.rand(150) < 0.7
+    present[positions] = True
+    wanted = attention.attend(query, pages, positions, layer)
+    if latent:
+        keys, values = as_dense(pages, 150)
+        plain = Paged.of((torch.cat((keys, values), dim=-1), values))
+        assert agree(attention.attend(query, plain, positions, replace(layer, latent=False)), wanted, dtype)
+    assert agree(attention_triton.attend(query, pages, positions, layer), wanted, dtype)
+    for over_heads in ("mean", "max"):
+        found, wanted = (
+            one.attend_and_score(query, pages, positions, layer, present, over_heads)
+            for one in (attention_triton, attention)
+        )
+        assert all(agree(one, other, dtype) for one, other in zip(found, wanted, strict=True))
 
 
 SIGHTS = [{"window": 1}, {"window": 40}, {"chunk": 37}, {"window": 200}, {}]

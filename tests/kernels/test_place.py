@@ -3,7 +3,7 @@
 import pytest
 import torch
 from amount import mostly_long
-from pages import TOLERANCE, OneLayer, as_dense, copied, pages_of, slots_of
+from pages import TOLERANCE, OneLayer, as_dense, copied, latent_pages, pages_of, slots_of
 from test_copies import execute
 
 from lmc.blend.canvas import Paged
@@ -44,6 +44,24 @@ def test_what_is_placed_is_what_torch_places(shape, dtype, interleaved, layout):
     assert agree(pages, wanted, dtype)
 
 
+@pytest.mark.parametrize("rotated", [32, 16])
+def test_values_may_have_another_dim(rotated):
+    _, _, turn, new = problem(SHAPES[0], torch.float32)
+    pages = latent_pages(32, 80, 16, 140, torch.float32)
+    canvas = OneLayer(pages, rotated=rotated, interleaved=True)
+    turn = canvas.turn(new, new + 3)
+    parts = [(torch.randn(count, 1, 32), torch.randn(count, 1, 80)) for count in COUNTS]
+    slots, wanted = slots_of(pages, new), copied(pages)
+    place.place(parts, turn, slots, wanted)
+    place_triton.place(parts, turn, slots, pages)
+    assert agree(pages, wanted, torch.float32)
+    found, stored = place.gather(pages, slots), [torch.cat(half) for half in zip(*parts, strict=True)]
+    assert torch.equal(found[1], stored[1])
+    assert torch.equal(found[0][..., rotated:], stored[0][..., rotated:])
+    for one, other in zip(place_triton.gather(pages, slots), found, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_keys_of_a_layer_without_positions_are_placed_as_they_are():
     pages, parts, _, new = problem(SHAPES[1], torch.float32)
     slots, wanted, unrotated = slots_of(pages, new), copied(pages), UNROTATED.turn(new, new)
@@ -68,11 +86,11 @@ def test_what_does_not_move_keeps_its_bits_and_the_rest_keeps_its_own():
     before, slots = copied(pages), slots_of(pages, new)
     still = Turn(torch.ones(len(new), 40), torch.zeros(len(new), 40))
     place_triton.place(parts, still, slots, pages)
-    assert torch.equal(place.gather(pages, slots), torch.cat(parts, dim=1))
+    assert torch.equal(torch.stack(place.gather(pages, slots)), torch.cat(parts, dim=1))
     others = torch.ones(pages.keys.shape[0] * 16, dtype=torch.bool)
     others[slots] = False
     others = others.nonzero().flatten()
-    assert torch.equal(place.gather(pages, others), place.gather(before, others))
+    assert torch.equal(*(torch.stack(place.gather(one, others)) for one in (pages, before)))
 
 
 @pytest.mark.parametrize("in_one_call", [False, True])
@@ -117,8 +135,8 @@ def test_a_head_may_lie_behind_two_thousand_million_numbers(tmp_path):
     part = torch.randn(2, 3, heads, dim).half()
     still = Turn(torch.ones(3, dim // 2), torch.zeros(3, dim // 2))
     place_triton.place([part], still, slots, pages)
-    assert torch.equal(place.gather(pages, slots), part)
-    assert torch.equal(place_triton.gather(pages, slots), part)
+    assert torch.equal(torch.stack(place.gather(pages, slots)), part)
+    assert torch.equal(torch.stack(place_triton.gather(pages, slots)), part)
 
 
 def test_nothing_is_placed():
@@ -134,7 +152,7 @@ def test_nothing_is_placed():
 def test_what_is_read_is_what_torch_reads(shape, count, layout):
     pages, _, _, new = problem(shape, torch.float16, layout)
     slots = slots_of(pages, new)[:count]
-    assert torch.equal(place_triton.gather(pages, slots), place.gather(pages, slots))
+    assert torch.equal(*(torch.stack(one.gather(pages, slots)) for one in (place_triton, place)))
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND", "apart"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from amount import cases
-from pages import LAYOUTS, TOLERANCE, OneLayer, copied, pages_of
+from pages import LAYOUTS, TOLERANCE, OneLayer, copied, latent_pages, pages_of
 
 from lmc.blend.kernels import shift, shift_triton
 from lmc.blend.kernels.shift import MOST_EXAMPLES, Spans
@@ -55,6 +55,26 @@ def test_changes_and_corrections_are_those_of_torch(shape, dtype, interleaved, l
     unchanged = OneLayer(before, rotated=shape[3], interleaved=interleaved)
     for a, b in zip(*(one.read(0, canvas.slots(examples)) for one in (canvas, unchanged)), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("rotated", [32, 16])
+def test_values_of_another_dim_are_corrected(rotated):
+    torch.manual_seed(rotated)
+    count = sum(TOKENS) + sum(EXAMPLES)
+    pages = latent_pages(32, 80, 16, count, torch.float32)
+    canvas, other = (OneLayer(one, rotated=rotated, interleaved=True) for one in (pages, copied(pages)))
+    positions = torch.randperm(count)
+    examples, others = positions[: sum(EXAMPLES)], positions[sum(EXAMPLES) :]
+    stored = torch.randn(len(examples), 1, 32), torch.randn(len(examples), 1, 80)
+    back, forth = canvas.turn(examples, 0 * examples), canvas.turn(0 * others, others)
+    found, wanted = (one.changes_of(canvas, 0, canvas.slots(examples), stored, back) for one in (shift_triton, shift))
+    assert found.shape == (len(examples), 32 + 80)
+    assert (found - wanted).abs().max() <= 1e-5
+    shares, spans = torch.randn(len(others), MOST_EXAMPLES) / MOST_EXAMPLES, Spans.of(TOKENS, EXAMPLES, canvas.device)
+    for over, one in ((canvas, shift_triton), (other, shift)):
+        one.correct(over, 0, over.slots(others), shares, wanted, spans, forth)
+    for a, b in zip(canvas.paged(0)[:2], other.paged(0)[:2], strict=True):
+        assert (a - b).abs().max() <= 1e-4
 
 
 def weights(kernels, tokens, examples, shape, dtype, *, interleaved, layout="NHD"):

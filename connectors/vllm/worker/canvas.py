@@ -15,7 +15,6 @@ from lmc.connectors.vllm.messages import BlendJob
 from lmc.connectors.vllm.worker.native import NativeLayers, PagedRows, RowBatch
 from lmc.connectors.vllm.worker.streams import LayerLoads
 from lmc.connectors.vllm.worker.tensor_parallel import agreed, largest, summed
-from lmc.shapes import KV as KINDS
 
 # On a GPU, the kernel launches of a layer that is not compiled take about as long as computing this many rows
 # (`docs/gpu.md`).
@@ -92,22 +91,17 @@ class PagedCanvas:
                 copies.begin(layer + 1)
         return self._place_cost
 
-    def _place(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor, into: Paged) -> None:
+    def _place(self, layer: int, parts: Sequence[KV], slots: torch.Tensor, into: Paged) -> None:
         self.kernels.place(parts, self._turns[layer], slots, into)
 
-    def _parts(self, layer: int) -> list[torch.Tensor]:
-        """Return the stored parts of a layer, `[K, T, H, D]` for each piece."""
-        parts = []
-        for piece in self._job.documents:
-            raw = self._part(piece.slot, layer)
-            parts.append(self._layers.shape.part(raw, piece.stored)[:, piece.skip : piece.skip + piece.tokens])
-        return parts
-
-    def _unplaced(self) -> torch.Tensor:
-        """Return uninitialized memory for the stored parts of one layer, `[K, T, H, D]`."""
+    def _parts(self, layer: int) -> list[KV]:
+        """Return the stored keys and values `[T, H, D]` of a layer, for each piece."""
         shape = self._layers.shape
-        size = (KINDS, len(self._stored), shape.kv_heads, shape.head_dim)
-        return torch.empty(size, dtype=shape.dtype, device=self.device)
+        return [shape.part(self._part(one.slot, layer), one.stored, one.rows) for one in self._job.documents]
+
+    def _unplaced(self) -> KV:
+        """Return uninitialized memory for the stored keys and values of one layer."""
+        return self._layers.shape.empty(len(self._stored), self.device)
 
     def begin(self, positions: torch.Tensor, *, through: bool = False) -> PagedRows:
         """Return rows before layer 0, with the metadata that the attention backend needs."""
@@ -203,11 +197,8 @@ def prefill_alone(
             yield cost
 
 
-def read_tokens(
-    layers: NativeLayers, layer: int, blocks: torch.Tensor, start: int, stop: int, into: torch.Tensor
-) -> None:
-    """Copy a layer's keys and values of the positions `[start, stop)` to `into [K, T, H, D]`."""
+def read_tokens(layers: NativeLayers, layer: int, blocks: torch.Tensor, start: int, stop: int, into: KV) -> None:
+    """Copy a layer's keys and values of the positions `[start, stop)` to `into`, `[T, H, D]` each."""
     positions = torch.arange(start, stop, device=layers.device)
-    keys, values = layers.access[layer].gather(layers.slots(blocks, positions))
-    into[0].copy_(keys, non_blocking=True)
-    into[1].copy_(values, non_blocking=True)
+    for there, half in zip(into, layers.access[layer].gather(layers.slots(blocks, positions)), strict=True):
+        there.copy_(half, non_blocking=True)

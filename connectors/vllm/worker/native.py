@@ -8,7 +8,7 @@ for the loaded model.
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from lmc.blend.canvas import Attention, EndOfLayer, writes_and_attends
+from lmc.blend.canvas import KV, Attention, EndOfLayer, Paged, writes_and_attends
 from lmc.blend.kernels.choice import kernels_of
 from lmc.blend.layer_attention import LayerAttention
 from lmc.blend.rope import UNROTATED, Rotation
 from lmc.connectors.vllm import vllm_api
-from lmc.connectors.vllm.worker.paged import TokenAccess
+from lmc.connectors.vllm.worker.paged import TokenAccess, token_access
 from lmc.connectors.vllm.worker.streams import sent
 from lmc.engine.identity import rope_name
 from lmc.errors import UnsupportedModel
@@ -76,13 +76,13 @@ class NativeLayers:
         self._config, self._model, self._layers = config, language, _layers_of(language)
         self.architecture = type(language).__name__
         self.longest = int(config.model_config.max_model_len)
-        self.rope = rope_name(getattr(language.config, "rope_parameters", None) or {"rope_type": "default"})
         # Whether the engine has compiled the model as a whole. Compilation has then ended before this point. The
         # language model of a multimodal model is compiled for embeddings instead of tokens.
         self.compiled = language is model and not getattr(language.model, "do_not_compile", True)
         self._signature = inspect.signature(self._layers[0].forward)
         self._takes_residual = "residual" in self._signature.parameters
-        attentions = [[m for m in layer.modules() if isinstance(m, vllm_api.Attention)] for layer in self._layers]
+        kinds = vllm_api.Attention, vllm_api.MLAAttention
+        attentions = [[module for module in layer.modules() if isinstance(module, kinds)] for layer in self._layers]
         if any(len(modules) != 1 for modules in attentions):
             raise UnsupportedModel("a layer does not have exactly one attention")
         self.attention = [modules[0] for modules in attentions]
@@ -94,7 +94,7 @@ class NativeLayers:
         if self._ratio > 1:
             spec = spec.copy_with_new_block_size(self.block_size // self._ratio)
         kernels = kernels_of(self.device)
-        self.access = [TokenAccess(a, caches[a.layer_name], kernels) for a in self.attention]
+        self.access = [token_access(a, caches[a.layer_name], kernels) for a in self.attention]
         self.kernels = self.access[0].kernels
         # lmc needs its own builder, because the runner's builders hold plans and buffers of the step that is under way.
         # If lmc's own attention handles batches of several runs, buffers for one run are enough. Otherwise there are
@@ -110,11 +110,10 @@ class NativeLayers:
         # On a GPU, the builder's buffers limit the number of runs, which it sees as requests.
         few = self.device.type != "cpu" and not self.kernels.in_pages
         self.most_runs = own.scheduler_config.max_num_seqs if few else 1 << 30
-        heads, size, dtype = self.access[0].kv_heads, self.access[0].head_dim, self.access[0].dtype
-        if any((one.kv_heads, one.head_dim, one.dtype) != (heads, size, dtype) for one in self.access):
-            raise UnsupportedModel("its layers have KV heads of different numbers or sizes")
-        self.shape = KVShape(layers=self.depth, kv_heads=heads, head_dim=size, dtype=dtype)
+        self.shape = _shape_of(self.access)
         rotations = self._rotations()
+        interleaved = any(rotation.interleaved for rotation in rotations)
+        self.rope = rope_name(getattr(language.config, "rope_parameters", None), interleaved=interleaved)
         self.attentions = [
             LayerAttention(scale=float(one.impl.scale), rotation=rotation, **_sight_of(one))
             for one, rotation in zip(self.attention, rotations, strict=True)
@@ -212,7 +211,10 @@ class NativeLayers:
         caught: list[torch.Tensor] = []
 
         def catch(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-            caught.append(self._signature.bind(*arguments, **named).arguments["hidden_states"])
+            given = self._signature.bind(*arguments, **named).arguments
+            if more := [name for name, value in given.items() if value is not None and name not in PASSED]:
+                raise UnsupportedModel(f"its layers are called with {', '.join(more)}")
+            caught.append(given["hidden_states"])
             raise EndOfLayer
 
         handle = self._layers[0].register_forward_pre_hook(catch, with_kwargs=True)
@@ -266,46 +268,84 @@ class NativeLayers:
             batch.metadata[backend], self._built[backend] = self._builders[backend].build(0, batch.common), batch
         return batch.metadata[backend]
 
-    def _attends(self, batch: RowBatch) -> bool:
-        """Return whether lmc's own attention is faster: the engine's attention reads the context again for each run."""
-        return self.kernels.in_pages and batch.common.num_reqs > 1
-
     @contextmanager
     def _replaced(self, layer: int, batch: RowBatch, attention: Attention) -> Iterator[None]:
         """Replace a layer's attention by `attention` in this context; it works for compiled and other layers."""
         module = self.attention[layer]
-        impl, common, access = module.impl, batch.common, self.access[layer]
-        original = impl.forward
+        latent = isinstance(module, vllm_api.MLAAttention)
+        owner, name = (module, "forward_impl") if latent else (module.impl, "forward")
+        original = getattr(owner, name)
 
         def forward(
             module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor,
             metadata: None, output: torch.Tensor, **more: Any,
         ) -> torch.Tensor:  # fmt: skip
-            def write() -> None:
-                access.scatter(common.slot_mapping, key, value)
+            def engine() -> None:
+                built = self._metadata(batch, module.attn_backend)
+                original(module, query, key, value, cache, built, output, **more)
 
-            def own() -> torch.Tensor | None:
-                if layer == self.depth - 1:
-                    return None
-                if self._attends(batch):
-                    pages = access.pages._replace(table=common.block_table_tensor[0])
-                    return self.kernels.attend(query, pages, common.positions, self.attentions[layer])
-                original(module, query, key, value, cache, self._metadata(batch, module.attn_backend), output, **more)
-                return output
-
-            attended = attention(query, write, own)
-            if attended is None:
-                raise EndOfLayer
+            attended = self._attended(layer, batch, attention, (query, key, value), engine, output)
             if attended is not output:
                 output.copy_(attended)
             return output
 
-        # `forward` is replaced only during lmc's own call, because the engine's forward pass uses the same module.
-        impl.forward = forward
+        def forward_latent(
+            query: torch.Tensor, latent: torch.Tensor, rotated: torch.Tensor, cache: torch.Tensor,
+            metadata: None, output: torch.Tensor, **more: Any,
+        ) -> torch.Tensor:  # fmt: skip
+            def engine() -> None:
+                built = self._metadata(batch, module.attn_backend)
+                original(query, latent, rotated, cache, built, output=output, **more)
+
+            rows = absorbed(module, query), rotated, latent[:, None]
+            attended = self._attended(layer, batch, attention, rows, engine, output)
+            if attended is not output:
+                module._v_up_proj(attended, out=output)
+            return output
+
+        # It is replaced only during lmc's own call, because the engine's forward pass uses the same module.
+        setattr(owner, name, forward_latent if latent else forward)
         try:
             yield
         finally:
-            del impl.forward
+            delattr(owner, name)
+
+    def _attended(
+        self, layer: int, batch: RowBatch, attention: Attention, rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        engine: Callable[[], None], output: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return what `attention` returns for the queries, keys and values of a batch, `[T, Q, D]` and `[T, H, D]`.
+
+        `engine` computes the engine's own attention into `output`. Raises `EndOfLayer` if the attention ends the layer.
+        """
+        common, (query, keys, values) = batch.common, rows
+
+        def write() -> None:
+            self.access[layer].scatter(common.slot_mapping, keys, values)
+
+        def own() -> torch.Tensor | None:
+            if layer == self.depth - 1:
+                return None
+            if common.num_reqs > 1 and (self.kernels.in_pages or self.attentions[layer].latent):
+                # The engine's attention would read the context again for each run. That of MLA needs the shortest runs
+                # first.
+                return self.kernels.attend(
+                    query, self._context_of(layer, common), common.positions, self.attentions[layer]
+                )
+            engine()
+            return output
+
+        attended = attention(query, write, own)
+        if attended is None:
+            raise EndOfLayer
+        return attended
+
+    def _context_of(self, layer: int, common: vllm_api.CommonAttentionMetadata) -> KV | Paged:
+        """Return the keys and values that the rows of a batch see."""
+        access, table = self.access[layer], common.block_table_tensor[0]
+        return (
+            access.pages._replace(table=table) if self.kernels.in_pages else access.tokens_of(table, common.max_seq_len)
+        )
 
     def _batches(self, positions: torch.Tensor, blocks: torch.Tensor, size: int) -> list[RowBatch]:
         """Split rows into batches, with the metadata that the attention backend needs.
@@ -342,6 +382,16 @@ class NativeLayers:
             positions=positions,
             causal=True,
         )
+
+
+def absorbed(attention: Any, query: torch.Tensor) -> torch.Tensor:
+    """Return the queries of MLA `[T, Q, D]` that fit its rotated keys and its latent vectors, side by side.
+
+    The projection of latent vectors to keys is applied to the query instead (DeepSeek-V2, arXiv 2405.04434, 2.1.2).
+    """
+    plain, rotated = query.split((attention.qk_nope_head_dim, attention.qk_rope_head_dim), dim=-1)
+    latent = torch.bmm(plain.transpose(0, 1), attention.W_UK_T).transpose(0, 1)
+    return torch.cat((rotated, latent), dim=-1)
 
 
 def _own_config(config: Any, runs: int) -> Any:
@@ -382,12 +432,25 @@ def _layers_of(language: Any) -> list[Any]:
     return layers
 
 
+def _shape_of(access: Sequence[TokenAccess]) -> KVShape:
+    """Return the shape of a token's KV. Raises `UnsupportedModel` if layers have different ones."""
+    shapes = {(one.kv_heads, one.head_dim, one.value_dim, one.dtype) for one in access}
+    if len(shapes) > 1:
+        raise UnsupportedModel("its layers have KV heads of different numbers or sizes")
+    heads, key_dim, value_dim, dtype = shapes.pop()
+    return KVShape(layers=len(access), kv_heads=heads, head_dim=key_dim, value_dim=value_dim, dtype=dtype)
+
+
 def _unsupported(attention: Any) -> str:
     """Return what the attention computes that lmc's own attention does not; an empty string if nothing.
 
     Backends store it under these names, as 0 or None if a model does not use it.
     """
     impl = attention.impl
+    if getattr(attention, "indexer", None) is not None:
+        return "an index of the keys that it reads"
+    if isinstance(attention, vllm_api.MLAAttention) and not hasattr(attention, "W_UK_T"):
+        return "weights in a form of its backend"
     if getattr(impl, "logits_soft_cap", None):
         return "a soft cap of its logits"
     if getattr(impl, "alibi_slopes", None) is not None or getattr(attention, "use_alibi_sqrt", False):
@@ -408,9 +471,10 @@ def _sinks_of(impl: Any) -> torch.Tensor | None:
 def _sight_of(attention: Any) -> dict[str, Any]:
     """Return the window, the chunk and the sinks of an attention, as in `LayerAttention`."""
     return {
-        "window": int(attention.sliding_window or 0),
+        "window": int(getattr(attention, "sliding_window", None) or 0),
         "chunk": int(getattr(attention, "attention_chunk_size", 0) or 0),
         "sinks": _sinks_of(attention.impl),
+        "latent": isinstance(attention, vllm_api.MLAAttention),
     }
 
 

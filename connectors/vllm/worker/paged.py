@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from lmc.blend.canvas import KV as Rows
 from lmc.blend.canvas import Paged
 from lmc.blend.kernels.choice import TORCH
 from lmc.blend.kernels.operations import Kernels
+from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.worker.streams import sent
 from lmc.copies import Addresses, Copies, can_submit, merged, stretches_of, submit_of
 from lmc.errors import UnsupportedModel
@@ -153,58 +155,100 @@ class Pages:
 
 
 class TokenAccess:
-    """The keys and values of single tokens in one layer's cache, by slot number (block × block size + offset)."""
+    """The keys and values of single tokens in one layer's cache, by slot number (block × block size + offset).
+
+    This class is for caches in which the key and the value of a head stand side by side.
+    """
 
     def __init__(self, attention: Any, cache: torch.Tensor, kernels: Kernels) -> None:
         """Prepare the access. Raises `UnsupportedModel` if a token's key and value cannot be located in the cache."""
-        self._attention, self._cache, backend = attention, cache, attention.attn_backend.get_name()
+        self.kernels, self.dtype = kernels, cache.dtype
         self.head_dim: int = attention.head_size
-        self.dtype: torch.dtype = cache.dtype
+        self.value_dim = self.head_dim
+        self._attention, self._cache = attention, cache
         if cache.dim() != 4 or cache.shape[3] != KV * self.head_dim:
             raise UnsupportedModel("its KV cache does not store a key and a value for each head and token")
-        if not cache.dtype.is_floating_point or cache.dtype.itemsize == 1:
-            raise UnsupportedModel(f"its KV cache is quantised ({cache.dtype})")
-        if not hasattr(attention.impl, "do_kv_cache_update"):
-            raise UnsupportedModel(f"its attention backend {backend} has no separate operation that writes KV")
-        blocks, self.kv_heads, self._size, _ = cache.shape
-        self._cpu = backend == "CPU_ATTN"
-        self.kernels = TORCH if self._cpu else kernels  # Triton kernels need the numbers of a row side by side.
-        if self._cpu:
-            if attention.isa not in CPU_LAYOUTS:
-                raise UnsupportedModel(f"keys cannot be read from pages of the CPU kernel {attention.isa!r}")
-            self._halves = cache.view(blocks, self.kv_heads, KV, self._size * self.head_dim)
-            self._keys = self._halves[:, :, 0].view(blocks, self.kv_heads, self.head_dim, self._size).transpose(2, 3)
-            self._rows = cache.view(-1, self.head_dim)
-        else:
-            keys, values = cache.split(self.head_dim, dim=-1)
-            self.pages = Paged(keys, values, torch.empty(0, dtype=torch.int32))  # without the blocks of a prompt
+        self.kv_heads = cache.shape[1]
+        keys, values = cache.split(self.head_dim, dim=-1)
+        self.pages = Paged(keys, values, torch.empty(0, dtype=torch.int32))  # without the blocks of a prompt
 
-    def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, slots: torch.Tensor) -> Rows:
         """Return keys and values `[T, H, D]` of `slots [T]`."""
-        if self._cpu:
-            block, offset = slots // self._size, slots % self._size
-            # In a page, each head has a block of keys, then for each token a row of `head_dim` numbers: its value.
-            heads = block[:, None] * self.kv_heads + torch.arange(self.kv_heads)
-            rows = (heads * KV + 1) * self._size + offset[:, None]  # [T, H]
-            values = self._rows.index_select(0, rows.flatten()).unflatten(0, rows.shape)
-            return self._keys[block, :, offset], values
-        keys, values = self.kernels.gather(self.pages, slots)
-        return keys, values
+        return self.kernels.gather(self.pages, slots)
 
-    def tokens_of(self, blocks: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def tokens_of(self, blocks: torch.Tensor, tokens: int) -> Rows:
         """Return copies of the keys and values `[H, T, D]` of the first `tokens` tokens in kernel blocks `[B]`."""
-        if self._cpu:  # Keys stay transposed until the pages are copied, so that whole rows of pages are copied.
-            pages = self._halves.index_select(0, blocks).transpose(0, 1)  # [H, B, K, N·D]
-            keys = pages[:, :, 0].unflatten(-1, (self.head_dim, self._size)).transpose(1, 2).flatten(2).transpose(1, 2)
-            return keys[:, :tokens], pages[:, :, 1].unflatten(-1, (self._size, self.head_dim)).flatten(1, 2)[:, :tokens]
-        keys, values = self._cache[blocks].split(self.head_dim, dim=-1)  # [B, H, N, D]
-        return tuple(half.transpose(0, 1).flatten(1, 2)[:, :tokens] for half in (keys, values))
+        keys, values = (half[blocks].transpose(0, 1).flatten(1, 2)[:, :tokens] for half in self.pages[:2])
+        return keys, values
 
     def scatter(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values `[T, H, D]` into `slots`, with the backend's own writer, which knows its layout."""
         self._attention.impl.do_kv_cache_update(
             self._attention, keys.contiguous(), values.contiguous(), self._cache, slots
         )
+
+
+class TransposedAccess(TokenAccess):
+    """Pages of vLLM's CPU kernel. Each head has a block of keys `[D, N]`, and then for each token a row: its value."""
+
+    def __init__(self, attention: Any, cache: torch.Tensor, kernels: Kernels) -> None:
+        """Prepare the access. Raises `UnsupportedModel` for the layout of another instruction set."""
+        super().__init__(attention, cache, TORCH)  # Triton kernels need the numbers of a row side by side.
+        if attention.isa not in CPU_LAYOUTS:
+            raise UnsupportedModel(f"keys cannot be read from pages of the CPU kernel {attention.isa!r}")
+        blocks, heads, self._size, _ = cache.shape
+        self._halves = cache.view(blocks, heads, KV, self._size * self.head_dim)
+        self._keys = self._halves[:, :, 0].view(blocks, heads, self.head_dim, self._size).transpose(2, 3)
+        self._rows = cache.view(-1, self.head_dim)
+
+    def gather(self, slots: torch.Tensor) -> Rows:
+        """See `TokenAccess.gather`."""
+        block, offset = slots // self._size, slots % self._size
+        heads = block[:, None] * self.kv_heads + torch.arange(self.kv_heads)
+        rows = (heads * KV + 1) * self._size + offset[:, None]  # [T, H]
+        values = self._rows.index_select(0, rows.flatten()).unflatten(0, rows.shape)
+        return self._keys[block, :, offset], values
+
+    def tokens_of(self, blocks: torch.Tensor, tokens: int) -> Rows:
+        """See `TokenAccess.tokens_of`. Keys stay transposed until they are copied, so that whole rows are copied."""
+        pages = self._halves.index_select(0, blocks).transpose(0, 1)  # [H, B, K, N·D]
+        keys = pages[:, :, 0].unflatten(-1, (self.head_dim, self._size)).transpose(1, 2).flatten(2).transpose(1, 2)
+        return keys[:, :tokens], pages[:, :, 1].unflatten(-1, (self._size, self.head_dim)).flatten(1, 2)[:, :tokens]
+
+
+class LatentAccess(TokenAccess):
+    """Pages of MLA: a token has one row for all heads, which holds its latent vector, then its rotated key.
+
+    The rotated key counts as the key of one KV head, and the latent vector as its value; see `LayerAttention.latent`.
+    """
+
+    def __init__(self, attention: Any, cache: torch.Tensor, kernels: Kernels) -> None:
+        """Prepare the access. Raises `UnsupportedModel` if rows have anything else."""
+        self.kernels, self.dtype, self.kv_heads = kernels, cache.dtype, 1
+        self.value_dim, self.head_dim = attention.kv_lora_rank, attention.qk_rope_head_dim
+        self._attention, self._cache = attention, cache.squeeze(1) if cache.dim() == 4 else cache
+        if self._cache.dim() != 3 or self._cache.shape[2] != self.value_dim + self.head_dim:
+            raise UnsupportedModel("its KV cache does not store a latent vector and a rotated key for each token")
+        values, keys = self._cache[:, None].split((self.value_dim, self.head_dim), dim=-1)  # [B, 1, N, D]
+        self.pages = Paged(keys, values, torch.empty(0, dtype=torch.int32))
+
+    def scatter(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """See `TokenAccess.scatter`."""
+        one = self._attention
+        latent, rotated = values[:, 0].contiguous(), keys.contiguous()
+        one.impl.do_kv_cache_update(latent, rotated, self._cache, slots, one.kv_cache_dtype, one._k_scale)
+
+
+def token_access(attention: Any, cache: torch.Tensor, kernels: Kernels) -> TokenAccess:
+    """Return the access to a layer's cache. Raises `UnsupportedModel` if its tokens cannot be read or written."""
+    backend = attention.attn_backend.get_name()
+    if not cache.dtype.is_floating_point or cache.dtype.itemsize == 1:
+        raise UnsupportedModel(f"its KV cache is quantised ({cache.dtype})")
+    if not hasattr(attention.impl, "do_kv_cache_update"):
+        raise UnsupportedModel(f"its attention backend {backend} has no separate operation that writes KV")
+    if isinstance(attention, vllm_api.MLAAttention):
+        return LatentAccess(attention, cache, kernels)
+    return (TransposedAccess if backend == "CPU_ATTN" else TokenAccess)(attention, cache, kernels)
 
 
 def _blocks_of(moves: Sequence[Move]) -> Addresses:

@@ -48,7 +48,8 @@ def prove_model(
         try:
             whole, in_two = (exam.prefill(exam.tokens, stops) for stops in ([length], [start, length]))
             repeated = exam.prefill(exam.tokens[:1] * length, [length])
-            part = torch.stack(exam.prefill_alone(exam.tokens[start:])[0]).flatten().view(torch.uint8)
+            alone = exam.prefill_alone(exam.tokens[start:])[0]
+            part = torch.cat([half.flatten() for half in alone]).view(torch.uint8)
             if stream is not None:
                 part = part.cpu().pin_memory()
             canvas = exam.canvas()

@@ -114,6 +114,7 @@ class Worker:
             weights=weights_in_memory(self._config, model),
             kv_heads=shape.kv_heads if shape else 0,
             head_dim=shape.head_dim if shape else 0,
+            value_dim=shape.value_dim if shape else 0,
             dtype=str(cache.dtype),
             rope=self._layers.rope if self._layers else "",
             refused=refused,
