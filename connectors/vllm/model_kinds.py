@@ -27,8 +27,9 @@ TESTED = {
     "MistralForCausalLM": "without a sliding window",
     "MixtralForCausalLM": "plain RoPE",
     "Phi3ForCausalLM": "plain RoPE and longrope",
-    "Qwen2ForCausalLM": "plain RoPE",
+    "Qwen2ForCausalLM": "plain RoPE, and M-RoPE with text",
     "Qwen3ForCausalLM": "plain RoPE",
+    "Qwen3LLMForCausalLM": "M-RoPE with text",
     "Qwen3MoeForCausalLM": "plain RoPE",
 }
 

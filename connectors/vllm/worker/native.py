@@ -201,8 +201,11 @@ class NativeLayers:
         slots = {attention.layer_name: batch.common.slot_mapping for attention in self.attention}
         built = {backend: self._metadata(batch, backend) for backend in self._builders}
         metadata = {attention.layer_name: built[attention.attn_backend] for attention in self.attention}
+        positions = rows.positions[batch.rows]
+        if self._config.model_config.uses_mrope:  # A token has three positions, which are equal in text.
+            positions = positions.expand(3, -1)
         with self._context(batch.rows.stop - batch.rows.start, attn_metadata=metadata, slot_mapping=slots):
-            self._model(rows.tokens[batch.rows], rows.positions[batch.rows])
+            self._model(rows.tokens[batch.rows], positions)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -488,8 +491,6 @@ def _rotation_of(rope: Any, longest: int) -> Rotation:
         short = rope.original_max_position_embeddings
         table = rope.long_short_cos_sin_cache[short:] if rope.use_long_rope else rope.long_short_cos_sin_cache[:short]
         return _checked(table, longest, interleaved=False)
-    if getattr(rope, "mrope_section", None):
-        raise UnsupportedModel("its tokens have several positions each (M-RoPE)")
     if not hasattr(rope, "is_neox_style"):
         raise UnsupportedModel(f"lmc does not know the RoPE {type(rope).__name__}")
     return _checked(rope.cos_sin_cache, longest, interleaved=not rope.is_neox_style)
