@@ -96,7 +96,10 @@ def rehearse(canvas_of: Callable[[], Canvas[R]], document: Placement, length: in
     for strategy in (*NEEDS_QUESTION, "deviation"):
         policy = RecomputePolicy(strategy=strategy, ratio=0.3, correction="shift")
         Blender(canvas_of(), blend_input, policy).run()
-    kinds = {(attention.sees_all, attention.sinks is None): layer for layer, attention in enumerate(canvas.attentions)}
+    kinds = {
+        (attention.sees_all, attention.sinks is None, canvas.paged(layer).keys.shape): layer
+        for layer, attention in enumerate(canvas.attentions)
+    }
     for layer in kinds.values():
         _attend_long(canvas, layer)
 
@@ -104,7 +107,7 @@ def rehearse(canvas_of: Callable[[], Canvas[R]], document: Placement, length: in
 def _attend_long(canvas: Canvas[R], layer: int) -> None:
     """Attend over long contexts of repeated keys, and score with questions of all sizes in `QUESTION_SIZES`.
 
-    The attention is that of `layer`, with the queries and keys of layer 0.
+    The layer gets the hidden states before layer 0.
     """
     kernels, device = canvas.kernels, canvas.device
 
@@ -112,7 +115,7 @@ def _attend_long(canvas: Canvas[R], layer: int) -> None:
         def inputs(count: int, length: int) -> tuple[torch.Tensor, Paged, torch.Tensor, LayerAttention]:
             queries = query[:1].expand(count, -1, -1).contiguous()
             positions = torch.arange(length - count, length, device=device)
-            return queries, _repeated(canvas.paged(0), length), positions, canvas.attentions[layer]
+            return queries, _repeated(canvas.paged(layer), length), positions, canvas.attentions[layer]
 
         for length in (LONG, LONGEST):
             present = torch.ones(length, dtype=torch.bool, device=device)
@@ -123,7 +126,7 @@ def _attend_long(canvas: Canvas[R], layer: int) -> None:
             kernels.attend(*inputs(count, LONG), torch.ones(LONG, dtype=torch.bool, device=device))
 
     rows = canvas.begin(torch.arange(1, device=canvas.device))
-    canvas.run(0, rows, canvas.batches(rows)[0], attention)
+    canvas.run(layer, rows, canvas.batches(rows)[0], attention)
 
 
 def _repeated(pages: Paged, length: int) -> Paged:

@@ -7,6 +7,7 @@ import torch
 
 from lmc.blend.canvas import KV
 from lmc.blend.kernels.operations import Kernels
+from lmc.shapes import KVShape
 
 SIDES = 2  # buffers: the parts in one are placed while the next layer's are copied into the other
 
@@ -23,14 +24,18 @@ class Staging:
         self,
         kernels: Kernels,
         parts_of: Callable[[int], Sequence[KV]],
-        make_buffer: Callable[[], KV],
+        shapes: Sequence[KVShape],
+        tokens: int,
+        device: torch.device,
         stream: torch.cuda.Stream,
     ) -> None:
-        """Allocate the buffers. `parts_of` returns a layer's parts, `make_buffer` one part for all of them."""
+        """Allocate the buffers. `parts_of` returns a layer's parts, of `tokens` tokens and of the shape in `shapes`."""
         self._stage, self._parts_of, self._stream = kernels.stage, parts_of, stream
-        self._buffers = [make_buffer() for _ in range(SIDES)]
-        for half in (half for buffer in self._buffers for half in buffer):
-            half.record_stream(stream)  # An aborted blend must not free its memory before the copies end.
+        self._shapes, self._tokens = shapes, tokens
+        size = max(shape.part_bytes(tokens) for shape in shapes)
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(SIDES)]
+        for buffer in self._buffers:
+            buffer.record_stream(stream)  # An aborted blend must not free its memory before the copies end.
         stream.wait_stream(self._model)  # The model's stream may still use the buffers' memory.
         self._copied: dict[int, torch.cuda.Event] = {}  # by layer
         self._placed: dict[int, torch.cuda.Event] = {}  # by buffer
@@ -47,13 +52,17 @@ class Staging:
         with torch.cuda.stream(self._stream):
             if side in self._placed:
                 self._stream.wait_event(self._placed[side])
-            self._stage(self._parts_of(layer), self._buffers[side])
+            self._stage(self._parts_of(layer), self._buffer(layer))
             self._copied[layer] = self._stream.record_event()
+
+    def _buffer(self, layer: int) -> KV:
+        """Return the buffer of a layer as one part."""
+        return self._shapes[layer].part(self._buffers[layer % SIDES], self._tokens)
 
     @contextmanager
     def parts(self, layer: int) -> Iterator[KV]:
         """Yield the parts of a layer, as one part. The caller must place them in this block."""
         self.begin(layer)
         self._model.wait_event(self._copied.pop(layer))
-        yield self._buffers[layer % SIDES]
+        yield self._buffer(layer)
         self._placed[layer % SIDES] = self._model.record_event()

@@ -7,10 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lmc.blend.canvas import KV
+from lmc.blend.kernels import place
 from lmc.blend.staging import SIDES, Staging
+from lmc.shapes import KVShape
 
-DEVICE = torch.device("cuda", 1)
-LAYERS, SHAPE = 6, (2, 5, 1, 2)
+DEVICE, CPU = torch.device("cuda", 1), torch.device("cpu")
+LAYERS, TOKENS = 6, 5
+# Every other layer has longer keys than values.
+SHAPES = [
+    KVShape(layers=LAYERS, kv_heads=1, head_dim=2 + layer % 2, value_dim=2, dtype=torch.float32)
+    for layer in range(LAYERS)
+]
 
 
 class Machine:
@@ -83,19 +91,19 @@ class Stream:
         self.wait_event(other.record_event())
 
 
-def placed(monkeypatch, seed: int) -> list[torch.Tensor]:
+def placed(monkeypatch, seed: int) -> list[KV]:
     """Stage and place all layers, and return what was placed."""
-    machine, found = Machine(seed), [torch.zeros(SHAPE) for _ in range(LAYERS)]
+    machine, found = Machine(seed), [shape.empty(TOKENS, CPU) for shape in SHAPES]
     machine.installed(monkeypatch)
 
     def stage(parts, into) -> None:
-        machine.issue(machine.current, Task(run=lambda: into.copy_(torch.cat(parts, dim=1))))
+        machine.issue(machine.current, Task(run=lambda: place.stage(parts, into)))
 
-    staging = Staging(SimpleNamespace(stage=stage), parts_of, lambda: torch.zeros(SHAPE), machine.copies)
+    staging = Staging(SimpleNamespace(stage=stage), parts_of, SHAPES, TOKENS, CPU, machine.copies)
     for layer in range(LAYERS):
         with staging.parts(layer) as parts:
-            place = Task(run=lambda into=found[layer], parts=parts: into.copy_(parts))
-            machine.issue(machine.current, place)
+            copy = Task(run=lambda into=found[layer], parts=parts: place.stage([parts], into))
+            machine.issue(machine.current, copy)
         machine.some()
         if layer + 1 < LAYERS and seed % 3:  # otherwise the next layer has not arrived yet
             staging.begin(layer + 1)
@@ -105,13 +113,18 @@ def placed(monkeypatch, seed: int) -> list[torch.Tensor]:
     return found
 
 
-def parts_of(layer: int) -> list[torch.Tensor]:
+def parts_of(layer: int) -> list[KV]:
     """The parts of two documents."""
-    return list(torch.arange(20.0).add(100 * layer).view(SHAPE).split([2, 3], dim=1))
+    keys, values = (torch.arange(5.0 * dim).add(100 * layer).view(5, 1, dim) for dim in SHAPES[layer].dims)
+    return [(keys[:2], values[:2]), (keys[2:], values[2:])]
 
 
-def right(found: list[torch.Tensor]) -> bool:
-    return all(torch.equal(one, torch.cat(parts_of(layer), dim=1)) for layer, one in enumerate(found))
+def right(found: list[KV]) -> bool:
+    return all(
+        torch.equal(one, torch.cat(halves))
+        for layer, kv in enumerate(found)
+        for one, halves in zip(kv, zip(*parts_of(layer), strict=True), strict=True)
+    )
 
 
 def test_every_layer_gets_its_own_parts_in_whatever_order_streams_go_on(monkeypatch):
@@ -138,7 +151,7 @@ def test_the_next_layer_is_copied_while_one_is_placed(monkeypatch):
     kernels = SimpleNamespace(
         stage=lambda parts, into: machine.issue(machine.current, Task(lambda: staged.append(len(parts))))
     )
-    staging = Staging(kernels, parts_of, lambda: torch.zeros(SHAPE), machine.copies)
+    staging = Staging(kernels, parts_of, SHAPES, TOKENS, CPU, machine.copies)
     machine.finish()
     machine.issue(machine.model, Task(ready=lambda: False))  # a long computation
     with staging.parts(0):

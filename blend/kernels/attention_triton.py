@@ -373,8 +373,8 @@ def tile(
     products on tensor cores, each with its own operands.
     """
     wide = padded(dim)
-    if wide > 256:
-        found = (32, 16, 8) if hides else (64, 16, 8)
+    if wide > 256:  # In MLA (64 + 512), keys are shorter than values, and take fewer registers than in Gemma 4 (512).
+        found = (32 if hides else 64 if dim > 512 else 16 if limited else 32), 16, 8
     elif itemsize > 2:
         found = (32, 16, 4) if wide <= 64 else (16, 16, 8)
     elif wide > 128:

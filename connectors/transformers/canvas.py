@@ -50,8 +50,8 @@ class DenseCanvas(Canvas[DenseRows]):
         self._placed = 0  # number of layers whose stored parts are in place
         self._staging: Staging | None = None
         if self.device.type == "cuda" and self.kernels.in_pages and placements:
-            buffer = partial(shape.empty, len(self._stored), self.device)
-            self._staging = Staging(self.kernels, self._parts, buffer, torch.cuda.Stream(self.device))
+            shapes, stream = [shape] * self.depth, torch.cuda.Stream(self.device)
+            self._staging = Staging(self.kernels, self._parts, shapes, len(self._stored), self.device, stream)
 
     def place(self, layer: int) -> int:
         """Write a layer's stored keys, rotated, and values to their positions."""

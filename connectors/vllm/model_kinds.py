@@ -4,7 +4,6 @@ Pages are offloaded if all layers are attention layers with one common block tab
 windows and full attention if its hybrid KV cache manager is off. Models with linear or Mamba layers need that manager.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 from lmc.connectors.vllm import vllm_api
@@ -18,6 +17,7 @@ TESTED = {
     "DeepseekV3ForCausalLM": "MLA, YaRN",
     "Exaone4ForCausalLM": "windows with RoPE, full attention without",
     "Gemma3ForCausalLM": "windows, and a RoPE for each kind of layer",
+    "Gemma4ForCausalLM": "windows, two head sizes, proportional RoPE",
     "Glm4ForCausalLM": "partial, interleaved RoPE",
     "Glm4MoeForCausalLM": "partial RoPE",
     "GptOssForCausalLM": "windows, attention sinks, YaRN",
@@ -51,15 +51,14 @@ def objection(model: Any, kv_cache_config: Any) -> str:
         return "it has no KV cache"
     if not model.is_prefix_caching_supported:
         return "its pooling needs every prompt token computed"
-    if not all(isinstance(spec, vllm_api.AttentionSpec) for group in groups for spec in _specs_of(group)):
+    if not all(isinstance(spec, vllm_api.AttentionSpec) for group in groups for spec in specs_of(group).values()):
         return "it has layers with a state (linear attention, Mamba), which lmc cannot store"
     if len(groups) > 1:
         return f"its layers use {len(groups)} block tables; start vLLM with --disable-hybrid-kv-cache-manager"
     return ""
 
 
-def _specs_of(group: Any) -> Iterable[Any]:
-    """Return the cache descriptions of a group's layers: one for all layers, or one for each layer."""
-    spec = group.kv_cache_spec
-    several = getattr(spec, "kv_cache_specs", None)
-    return several.values() if several else (spec,)
+def specs_of(group: Any) -> dict[str, Any]:
+    """Return the descriptions of the caches of a group's layers, by their names."""
+    several = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return dict(several) if several else dict.fromkeys(group.layer_names, group.kv_cache_spec)

@@ -124,6 +124,17 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
     ),
+    "gemma4": (
+        transformers.Gemma4TextConfig,
+        {
+            "head_dim": 32,
+            "sliding_window": 128,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 1024,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "per_layer_config": {layer: {"head_dim": 64, "num_key_value_heads": 2} for layer in ("01", "03")},
+        },
+    ),
     "gptoss": (
         transformers.GptOssConfig,
         {

@@ -23,6 +23,7 @@ ENGINES = {
     "phi3": ("phi3", {}, {}),
     "qwen3moe": ("qwen3moe", {}, {}),
     "gemma3mixed": ("gemma3mixed", {}, {}),
+    "gemma4": ("gemma4", {}, {}),
     "gptoss": ("gptoss", {}, {}),
     "cohere2": ("cohere2", {}, {}),
     "exaone4": ("exaone4", {}, {}),

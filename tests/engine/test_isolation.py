@@ -17,7 +17,7 @@ APPROXIMATE = [
 ]
 
 
-@pytest.fixture(scope="module", params=mostly_long(["llama", "gemma3mixed", "gptoss", "deepseek3"], "llama"))
+@pytest.fixture(scope="module", params=mostly_long(["llama", "gemma3mixed", "gptoss", "gemma4", "deepseek3"], "llama"))
 def shared(request, models, shared_engine):
     return shared_engine(models(request.param))
 

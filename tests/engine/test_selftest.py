@@ -16,7 +16,7 @@ from lmc.errors import UnsupportedModel
 DOCUMENTS = [words(150, 1), words(300, 2)]
 
 
-@pytest.fixture(scope="module", params=mostly_long(["llama", "gemma3mixed", "llama4", "deepseek2"], "llama"))
+@pytest.fixture(scope="module", params=mostly_long(["llama", "gemma3mixed", "llama4", "deepseek2", "gemma4"], "llama"))
 def lab(request, models, shared_engine):
     return shared_engine(models(request.param))
 

@@ -104,7 +104,8 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_a_model_s_caches_decide_whether_it_is_offloaded(name):
     specs, said = KINDS[name]
-    caches = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+    groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=["a"]) for spec in specs]
+    caches = SimpleNamespace(kv_cache_groups=groups)
     found = objection(MODEL, caches)
     assert said in found if said else found == ""
 

@@ -66,8 +66,9 @@ def test_the_parts_of_the_next_layer_are_staged_while_one_is_computed(monkeypatc
         def __init__(self, *given) -> None:
             super().__init__(*given)
             if len(self._stored):
-                size = (2, len(self._stored), *self.kv[0][0].shape[::2])
-                self._staging = Staging(self.kernels, self._parts, lambda: torch.empty(size), AtOnce(self.device))
+                shapes, count = [self._layers.shape] * self.depth, len(self._stored)
+                stream = AtOnce(self.device)
+                self._staging = Staging(self.kernels, self._parts, shapes, count, self.device, stream)
 
         def place(self, layer: int) -> int:
             begun.append(self._staging is not None and layer in self._staging._copied)

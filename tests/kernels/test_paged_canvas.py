@@ -2,7 +2,7 @@
 
 import inspect
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -83,6 +83,13 @@ class Layer(torch.nn.Module):
             return states + self.attention(*projected), states if residual is None else residual
 
 
+@dataclass(frozen=True)
+class Spec:
+    """vLLM's description of the cache of a layer."""
+
+    block_size: int
+
+
 class FewLayers(NativeLayers):
     """Three layers over pages, in which the engine's blocks are `ratio` of the kernel's."""
 
@@ -103,6 +110,7 @@ class FewLayers(NativeLayers):
         rotation = Rotation(angles.cos(), angles.sin())
         self.attentions = [LayerAttention(scale=DIM**-0.5, rotation=rotation)] * len(caches)
         self.shape = KVShape(layers=3, kv_heads=HEADS, head_dim=DIM, dtype=torch.float32)
+        self.shapes, self._kinds = [self.shape] * 3, [None] * 3
         self._signature, self._takes_residual = inspect.signature(self._layers[0].forward), True
 
         def model(tokens: torch.Tensor, positions: torch.Tensor) -> None:
@@ -409,7 +417,7 @@ def test_the_backend_has_buffers_for_the_runs_that_go_to_it_and_no_more(monkeypa
     backend = type("Backend", (), {"get_name": lambda: "FLASHINFER", "get_builder_cls": lambda: builder})
     for name, one in (
         ("Attention", Attention),
-        ("FullAttentionSpec", SimpleNamespace),
+        ("FullAttentionSpec", Spec),
         ("set_current_vllm_config", nullcontext),
         ("set_forward_context", lambda **named: nullcontext()),
         ("CUDAGraphMode", SimpleNamespace(NONE="none")),
@@ -434,7 +442,7 @@ def test_the_backend_has_buffers_for_the_runs_that_go_to_it_and_no_more(monkeypa
         model_config=SimpleNamespace(max_model_len=10),
         scheduler_config=scheduler, compilation_config=SimpleNamespace(cudagraph_mode="full"),
     )  # fmt: skip
-    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK), layer_names=["layer"])
+    group = SimpleNamespace(kv_cache_spec=Spec(BLOCK), layer_names=["layer"])
     caches = {"layer": torch.zeros(4, HEADS, BLOCK, 2 * DIM)}
     layers = NativeLayers(Model(), config, SimpleNamespace(kv_cache_groups=[group], num_blocks=4), caches)
     assert layers.kernels.in_pages == (kernels == "triton")

@@ -66,7 +66,8 @@ class PagedCanvas:
             self._place_cost += loads.cost
         self._staging: Staging | None = None
         if stream is not None and self.kernels.in_pages and job.documents:
-            self._staging = Staging(self.kernels, self._parts, self._unplaced, stream)
+            shapes, count = layers.shapes, len(self._stored)
+            self._staging = Staging(self.kernels, self._parts, shapes, count, self.device, stream)
 
     def place(self, layer: int) -> int:
         """Load the exact pages of a layer, and write its stored keys, rotated, and values into the other pages.
@@ -81,7 +82,7 @@ class PagedCanvas:
         elif self.kernels.in_pages:
             self._place(layer, self._parts(layer), self._stored, self.paged(layer))
         else:  # Only the backend's own writer knows the layout; it is called once.
-            keys, values = self._unplaced()
+            keys, values = self._layers.shapes[layer].empty(len(self._stored), self.device)
             beside = torch.arange(len(self._stored), device=self.device)
             self._place(layer, self._parts(layer), beside, Paged.of((keys.transpose(0, 1), values.transpose(0, 1))))
             self.write(layer, self._stored, keys, values)
@@ -96,12 +97,8 @@ class PagedCanvas:
 
     def _parts(self, layer: int) -> list[KV]:
         """Return the stored keys and values `[T, H, D]` of a layer, for each piece."""
-        shape = self._layers.shape
+        shape = self._layers.shapes[layer]
         return [shape.part(self._part(one.slot, layer), one.stored, one.rows) for one in self._job.documents]
-
-    def _unplaced(self) -> KV:
-        """Return uninitialized memory for the stored keys and values of one layer."""
-        return self._layers.shape.empty(len(self._stored), self.device)
 
     def begin(self, positions: torch.Tensor, *, through: bool = False) -> PagedRows:
         """Return rows before layer 0, with the metadata that the attention backend needs."""

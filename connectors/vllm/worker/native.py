@@ -8,7 +8,7 @@ for the loaded model.
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,7 +21,8 @@ from lmc.blend.kernels.choice import kernels_of
 from lmc.blend.layer_attention import LayerAttention
 from lmc.blend.rope import UNROTATED, Rotation
 from lmc.connectors.vllm import vllm_api
-from lmc.connectors.vllm.worker.paged import TokenAccess, token_access
+from lmc.connectors.vllm.model_kinds import specs_of
+from lmc.connectors.vllm.worker.paged import token_access
 from lmc.connectors.vllm.worker.streams import sent
 from lmc.engine.identity import rope_name
 from lmc.errors import UnsupportedModel
@@ -37,7 +38,7 @@ class RowBatch:
 
     rows: slice
     common: vllm_api.CommonAttentionMetadata
-    # Metadata by attention backend, built from `common`.
+    # Metadata by kind of layer, built from `common`.
     metadata: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -66,11 +67,10 @@ class NativeLayers:
             )
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise UnsupportedModel("its layers use several kinds of KV cache")
-        group = kv_cache_config.kv_cache_groups[0]
-        spec = group.kv_cache_spec
-        if not isinstance(spec, vllm_api.FullAttentionSpec):
+        specs = specs_of(kv_cache_config.kv_cache_groups[0])
+        if others := [spec for spec in specs.values() if not isinstance(spec, vllm_api.FullAttentionSpec)]:
             # The mask would be correct, but the engine frees blocks that a window has passed while lmc fills them.
-            raise UnsupportedModel(f"no layer attends to the whole prompt ({type(spec).__name__})")
+            raise UnsupportedModel(f"no layer attends to the whole prompt ({type(others[0]).__name__})")
         # In a multimodal model, the layers are those of its language model.
         language = model.get_language_model() if hasattr(model, "get_language_model") else model
         self._config, self._model, self._layers = config, language, _layers_of(language)
@@ -88,11 +88,12 @@ class NativeLayers:
         self.attention = [modules[0] for modules in attentions]
         if extras := list(filter(None, map(_unsupported, self.attention))):
             raise UnsupportedModel(f"its attention has {extras[0]}, which lmc's attention does not support")
-        self.block_size: int = spec.block_size
+        self.block_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self.device = next(iter(caches.values())).device
-        self._ratio = caches[self.attention[0].layer_name].shape[0] // kv_cache_config.num_blocks
-        if self._ratio > 1:
-            spec = spec.copy_with_new_block_size(self.block_size // self._ratio)
+        ratios = {caches[one.layer_name].shape[0] // kv_cache_config.num_blocks for one in self.attention}
+        if len(ratios) > 1:
+            raise UnsupportedModel("its layers have kernels with blocks of different sizes")
+        (self._ratio,) = ratios
         kernels = kernels_of(self.device)
         self.access = [token_access(a, caches[a.layer_name], kernels) for a in self.attention]
         self.kernels = self.access[0].kernels
@@ -100,17 +101,20 @@ class NativeLayers:
         # If lmc's own attention handles batches of several runs, buffers for one run are enough. Otherwise there are
         # buffers for the maximal number of runs.
         own = _own_config(config, 1 if self.kernels.in_pages else max(MOST_RUNS, config.scheduler_config.max_num_seqs))
-        backends = {one.attn_backend for one in self.attention}
-        names = {backend: [a.layer_name for a in self.attention if a.attn_backend is backend] for backend in backends}
+        # Layers have the same metadata if they have the same backend, and keys and values of the same shape.
+        self._kinds = [(one.attn_backend, specs[one.layer_name]) for one in self.attention]
         with vllm_api.set_current_vllm_config(own):
-            self._builders = {
-                backend: backend.get_builder_cls()(spec, names[backend], own, self.device) for backend in backends
-            }
-        self._built: dict[Any, RowBatch] = {}  # by backend, the batch whose metadata is in its builder's buffers
+            self._builders = {kind: self._builder(*kind, own) for kind in set(self._kinds)}
+        self._built: dict[Any, RowBatch] = {}  # by kind, the batch whose metadata is in its builder's buffers
         # On a GPU, the builder's buffers limit the number of runs, which it sees as requests.
         few = self.device.type != "cpu" and not self.kernels.in_pages
         self.most_runs = own.scheduler_config.max_num_seqs if few else 1 << 30
-        self.shape = _shape_of(self.access)
+        self.shapes = [
+            KVShape(layers=len(self.access), kv_heads=one.kv_heads, head_dim=one.head_dim, value_dim=one.value_dim,
+                    dtype=one.dtype)
+            for one in self.access
+        ]  # fmt: skip
+        self.shape = max(self.shapes, key=lambda shape: shape.token_bytes)  # the largest, which records have
         rotations = self._rotations()
         interleaved = any(rotation.interleaved for rotation in rotations)
         self.rope = rope_name(getattr(language.config, "rope_parameters", None), interleaved=interleaved)
@@ -182,7 +186,7 @@ class NativeLayers:
             return
         states, residual = result if isinstance(result, tuple) else (result, None)
         # The residual is written first, because a kernel that works in place may return layer 0's input as residual.
-        if self._takes_residual:
+        if residual is not None:  # Layers of Gemma 4 take a residual, and neither use nor return one.
             rows.residual[batch.rows] = residual
         rows.states[batch.rows] = states
 
@@ -199,8 +203,8 @@ class NativeLayers:
     def run_model(self, rows: PagedRows, batch: RowBatch) -> None:
         """Run the rows of a batch through the model as the engine does."""
         slots = {attention.layer_name: batch.common.slot_mapping for attention in self.attention}
-        built = {backend: self._metadata(batch, backend) for backend in self._builders}
-        metadata = {attention.layer_name: built[attention.attn_backend] for attention in self.attention}
+        built = {kind: self._metadata(batch, kind) for kind in self._builders}
+        metadata = {one.layer_name: built[kind] for one, kind in zip(self.attention, self._kinds, strict=True)}
         positions = rows.positions[batch.rows]
         if self._config.model_config.uses_mrope:  # A token has three positions, which are equal in text.
             positions = positions.expand(3, -1)
@@ -265,11 +269,20 @@ class NativeLayers:
             vllm_config=self._config, num_tokens=count,
         )  # fmt: skip
 
-    def _metadata(self, batch: RowBatch, backend: Any) -> Any:
-        if self._built.get(backend) is not batch:
+    def _builder(self, backend: Any, spec: Any, config: Any) -> Any:
+        """Return a builder of metadata for the layers of a kind."""
+        names = [
+            one.layer_name for one, kind in zip(self.attention, self._kinds, strict=True) if kind == (backend, spec)
+        ]
+        if self._ratio > 1:
+            spec = spec.copy_with_new_block_size(self.block_size // self._ratio)
+        return backend.get_builder_cls()(spec, names, config, self.device)
+
+    def _metadata(self, batch: RowBatch, kind: Any) -> Any:
+        if self._built.get(kind) is not batch:
             # The metadata is built again, because another batch may have overwritten the builder's buffers.
-            batch.metadata[backend], self._built[backend] = self._builders[backend].build(0, batch.common), batch
-        return batch.metadata[backend]
+            batch.metadata[kind], self._built[kind] = self._builders[kind].build(0, batch.common), batch
+        return batch.metadata[kind]
 
     @contextmanager
     def _replaced(self, layer: int, batch: RowBatch, attention: Attention) -> Iterator[None]:
@@ -284,7 +297,7 @@ class NativeLayers:
             metadata: None, output: torch.Tensor, **more: Any,
         ) -> torch.Tensor:  # fmt: skip
             def engine() -> None:
-                built = self._metadata(batch, module.attn_backend)
+                built = self._metadata(batch, self._kinds[layer])
                 original(module, query, key, value, cache, built, output, **more)
 
             attended = self._attended(layer, batch, attention, (query, key, value), engine, output)
@@ -297,7 +310,7 @@ class NativeLayers:
             metadata: None, output: torch.Tensor, **more: Any,
         ) -> torch.Tensor:  # fmt: skip
             def engine() -> None:
-                built = self._metadata(batch, module.attn_backend)
+                built = self._metadata(batch, self._kinds[layer])
                 original(query, latent, rotated, cache, built, output=output, **more)
 
             rows = absorbed(module, query), rotated, latent[:, None]
@@ -433,15 +446,6 @@ def _layers_of(language: Any) -> list[Any]:
         if more or not {"positions", "hidden_states"} <= parameters.keys():
             raise UnsupportedModel(f"its layers are called with {', '.join(one.name for one in named)}")
     return layers
-
-
-def _shape_of(access: Sequence[TokenAccess]) -> KVShape:
-    """Return the shape of a token's KV. Raises `UnsupportedModel` if layers have different ones."""
-    shapes = {(one.kv_heads, one.head_dim, one.value_dim, one.dtype) for one in access}
-    if len(shapes) > 1:
-        raise UnsupportedModel("its layers have KV heads of different numbers or sizes")
-    heads, key_dim, value_dim, dtype = shapes.pop()
-    return KVShape(layers=len(access), kv_heads=heads, head_dim=key_dim, value_dim=value_dim, dtype=dtype)
 
 
 def _unsupported(attention: Any) -> str:

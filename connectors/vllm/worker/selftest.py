@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch.nn.functional import pad
 
 from lmc.blend.canvas import KV
 from lmc.blend.selftest import (
@@ -50,6 +51,8 @@ def prove_model(
             repeated = exam.prefill(exam.tokens[:1] * length, [length])
             alone = exam.prefill_alone(exam.tokens[start:])[0]
             part = torch.cat([half.flatten() for half in alone]).view(torch.uint8)
+            # Kernels are compiled with this part also for layers whose parts are longer.
+            part = pad(part, (0, layers.shape.part_bytes(DOCUMENT_TOKENS) - len(part)))
             if stream is not None:
                 part = part.cpu().pin_memory()
             canvas = exam.canvas()

@@ -445,7 +445,7 @@ class Worker:
     def _save_tokens(self, slot: int, blocks: torch.Tensor, start: int, stop: int) -> None:
         assert self._layers is not None
         for layer in range(self._layers.depth):
-            part = self._layers.shape.part(self._part(slot, layer), stop - start)
+            part = self._layers.shapes[layer].part(self._part(slot, layer), stop - start)
             read_tokens(self._layers, layer, blocks, start, stop, part)
 
     # -- inside: the slab --------------------------------------------------------------------------------------------
