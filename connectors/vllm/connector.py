@@ -21,7 +21,7 @@ from lmc.connectors.vllm import multi, vllm_api
 from lmc.connectors.vllm.guard import HookGuard
 from lmc.connectors.vllm.messages import StepPlan, StepReport, WorkerFacts
 from lmc.connectors.vllm.model_identity import model_identity
-from lmc.connectors.vllm.model_kinds import objection, use_one_table
+from lmc.connectors.vllm.model_kinds import objection, price_of_one_table, use_one_table
 from lmc.connectors.vllm.plugin import join_log, loaded_model
 from lmc.connectors.vllm.scheduler.admin import Administration, serve_if_wanted
 from lmc.connectors.vllm.scheduler.scheduler import Scheduler
@@ -123,6 +123,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
                 log.warning("lmc is disabled for this model: %s", self._objection)
             return
         use_one_table(vllm_config)
+        if is_scheduler and (price := price_of_one_table(vllm_config.model_config)):
+            log.warning(price)
         check_chunk_size(self.settings, vllm_config.cache_config.block_size)
         if role is vllm_api.KVConnectorRole.WORKER:
             self._worker = Worker(vllm_config, kv_cache_config, blends=self.settings.enable_blending)

@@ -33,12 +33,32 @@ TESTED = {
     "Qwen3MoeForCausalLM": "plain RoPE",
 }
 
+WINDOWED = {"sliding_attention", "chunked_attention"}  # names of such layers in a model's configuration
+
 
 def use_one_table(config: Any) -> None:
     """Switch off the engine's hybrid KV cache manager, except for models with linear or Mamba layers."""
     model = config.model_config
     if not (model.is_hybrid or model.is_attention_free):
         config.scheduler_config.disable_hybrid_kv_cache_manager = True
+
+
+def price_of_one_table(model: Any) -> str:
+    """Return what one block table for all layers costs a model some of whose layers have a window; empty if nothing.
+
+    `model` is the engine's model configuration.
+    """
+    kinds: list[str] = list(getattr(model.hf_text_config, "layer_types", None) or ())
+    windowed, longest = sum(kind in WINDOWED for kind in kinds), model.max_model_len
+    windows = (getattr(model.hf_text_config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    window = next(filter(None, windows), longest)
+    if not 0 < windowed < len(kinds) or window >= longest:
+        return ""
+    times = len(kinds) / (len(kinds) - windowed + windowed * window / longest)
+    return (
+        f"with lmc, {windowed} of {len(kinds)} layers keep the KV of whole prompts instead of a window: a prompt of "
+        f"{longest} tokens takes {times:.1f} times the KV cache that it takes without lmc (docs/models.md)"
+    )
 
 
 def objection(model: Any, kv_cache_config: Any) -> str:

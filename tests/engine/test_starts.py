@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from lmc.connectors.vllm.connector import LMCConnector
-from lmc.connectors.vllm.model_kinds import objection
+from lmc.connectors.vllm.model_kinds import objection, price_of_one_table
 
 DOCUMENTS = [words(150, 1), words(300, 2)]
 PROMPT = Prompt(DOCUMENTS)
@@ -108,6 +108,23 @@ def test_a_model_s_caches_decide_whether_it_is_offloaded(name):
     caches = SimpleNamespace(kv_cache_groups=groups)
     found = objection(MODEL, caches)
     assert said in found if said else found == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "times"),
+    [
+        ({"layer_types": [*["sliding_attention"] * 52, *["full_attention"] * 10], "sliding_window": 1024}, "4.7"),
+        ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128}, "2.0"),
+        ({"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 8192}, "1.3"),
+        ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16384}, ""),
+        ({"layer_types": ["full_attention"] * 2}, ""),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 128}, ""),
+        ({}, ""),
+    ],
+)
+def test_what_one_table_costs_is_said(text, times):
+    said = price_of_one_table(SimpleNamespace(hf_text_config=SimpleNamespace(**text), max_model_len=16384))
+    assert f" {times} times the KV cache" in said if times else said == ""
 
 
 @pytest.mark.parametrize(("hybrid", "free"), [(True, False), (False, True), (False, False)])
