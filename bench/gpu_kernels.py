@@ -35,14 +35,15 @@ class Sizes:
     context: int = 16384
     rows: tuple[int, ...] = (300, 1000, 3000)
     slab_bytes: int = 4 * GIB
+    latent: tuple[int, int, int] = (16, 64, 512)  # query heads, rotated numbers and others of MLA
     hidden: int = 4096
     layers: int = 8
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 
 
 SMOKE = Sizes(
-    heads=2, group=2, dim=64, documents=2, tokens=40, context=96, rows=(5,), slab_bytes=16 * MIB, hidden=256, layers=2,
-    dtypes=(torch.float32,),
+    heads=2, group=2, dim=64, documents=2, tokens=40, context=96, rows=(5,), latent=(3, 16, 48), slab_bytes=16 * MIB,
+    hidden=256, layers=2, dtypes=(torch.float32,),
 )  # fmt: skip
 
 
@@ -101,7 +102,7 @@ class Speed:
 def kernels(report: Report, sizes: Sizes, dtype: torch.dtype) -> None:
     """Errors and bandwidths of the kernels that move keys and values, and of the scores, each in a part of its own."""
     speed, name = Speed(report, dtype), str(dtype).removeprefix("torch.")
-    for what, measure in (("moving", moved), ("layouts", placed), ("corrections", corrected), ("scores", scores)):
+    for what, measure in MEASURED.items():
         with report.part(f"{what} in {name}"):
             measure(report, sizes, dtype, speed)
 
@@ -224,6 +225,48 @@ def scores(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> No
         report.line(what, took, "ms")
         report.line(f"{what}: bandwidth", sizes.context * row / took / 1e6 / speed.memory, "of memory")
         report.line(f"{what}: what is possible", least / took, "of best", least=0.5)
+
+
+def latent(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> None:
+    """Place and attend to pages of MLA, in which values are keys, too."""
+    ours, name = kernels_of(report.device), str(dtype).removeprefix("torch.")
+    queries, dim, others = sizes.latent
+    blocks, count = sizes.context // sizes.page, min(sizes.rows[0], sizes.context // 2)
+    cache = torch.randn(blocks, 1, sizes.page, others + dim, device=report.device).to(dtype)
+    values, keys = cache.split((others, dim), dim=-1)
+    pages = Paged(keys, values, torch.randperm(blocks, device=report.device).to(torch.int32))
+    before, slots = exact(pages), torch.randperm(sizes.context, device=report.device)[:count]
+    parts = [tuple(torch.randn(count, 1, size, device=report.device).to(dtype) for size in (dim, others))]
+    angles = torch.rand(count, dim // 2, device=report.device)
+    turn = Turn(angles.cos(), angles.sin(), interleaved=True)
+    place.place([tuple(half.float() for half in part) for part in parts], turn, slots, before)
+    ours.place(parts, turn, slots, pages)
+    errors(report, f"place of MLA, {name}", pages[:2], before[:2], ALLOWED[dtype])
+    query = torch.randn(count, queries, dim + others, device=report.device).to(dtype)
+    at = torch.randperm(sizes.context, device=report.device)[:count].sort().values
+    there = torch.rand(sizes.context, device=report.device) < 0.9
+    there[at] = True
+    layer = LayerAttention(scale=(dim + others) ** -0.5, latent=True)
+    for what, found, wanted in zip(
+        ("attention of MLA", "scores of MLA"),
+        ours.attend_and_score(query, pages, at, layer, there, "max"),
+        attention.attend_and_score(query.float(), before, at, layer, there, "max"),
+        strict=True,
+    ):
+        errors(report, f"{what}, {name}", [found], [wanted], ALLOWED[dtype])
+    took = report.milliseconds(lambda: ours.attend(query, pages, at, layer))
+    products = 2 * int((at + 1).sum()) * queries * (dim + 2 * others)
+    report.line(f"{count} scattered rows of {sizes.context}, MLA, {name}", took, "ms")
+    report.line(f"{count} scattered rows, MLA, {name}", products / took / 1e9 / speed.products, "of products")
+
+
+MEASURED = {
+    "moving": moved,
+    "layouts": placed,
+    "corrections": corrected,
+    "scores": scores,
+    "MLA": latent,
+}
 
 
 def scattered(report: Report, sizes: Sizes) -> None:
