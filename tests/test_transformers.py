@@ -21,6 +21,7 @@ from lmc.blend.segments import Span, join
 from lmc.blend.strategies import RecomputePolicy
 from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
+from lmc.connectors.transformers.continuation import greedy_answer
 from lmc.connectors.transformers.hf import cache_argument, identity, prefilled, rows_of
 from lmc.connectors.transformers.report import How, Report
 from lmc.engine import Match
@@ -318,7 +319,11 @@ def test_other_families_pass_the_self_test_and_blend(family: str) -> None:
         for document in documents:
             cached.learn(document)
         prompt = join(random_tokens(9, 3), documents[::-1], random_tokens(8, 4), SEPARATOR)
-        assert cached.prefill(prompt).report.reused == 100
+        done = cached.prefill(prompt, policy=RecomputePolicy(strategy="union", ratio=1.0))
+        assert done.report.reused == 100
+        full = cached.prefill(prompt, "full")
+        said, wanted = (greedy_answer(cached, prompt, one, 12) for one in (done, full))
+        assert said == wanted, "the model goes on from the cache that a blend has filled"
 
 
 def test_a_model_that_fails_the_self_test_is_served_in_full_and_reuses_exact_prefixes(
