@@ -93,6 +93,7 @@ class Canvas(Protocol[R]):
     device: torch.device
     kernels: Kernels  # they access keys and values by `slots` and `paged`, or by `read` and `write`
     attentions: Sequence[LayerAttention]  # by layer
+    dtype: torch.dtype  # of stored keys and values, which an engine may have quantised
     call_cost: int = 0  # launch time of one call of a layer, as the number of rows that take as long to compute
     compiled: bool = False  # whether `run_through` calls a model that the engine has compiled as a whole
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lmc.blend.kernels.choice import TORCH
-from lmc.connectors.vllm.worker.paged import Pages, TokenAccess
+from lmc.connectors.vllm import vllm_api
+from lmc.connectors.vllm.worker.paged import FP8, Pages, TokenAccess, token_access
 from lmc.errors import UnsupportedModel
 
 L, B, H, N, C = 2, 6, 3, 4, 5
@@ -104,19 +105,48 @@ def test_blocks_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("writer", "cache", "said"),
+    ("writer", "kind", "cache", "said"),
     [
-        (False, torch.zeros(B, H, N, 2 * 8), "its attention backend FUSED has no separate operation that writes KV"),
-        (True, torch.zeros(B, H, N, 2 * 8, dtype=torch.float8_e4m3fn), "its KV cache is quantised"),
-        (True, torch.zeros(B, H, N, 2 * 8 + 1), "does not store a key and a value"),
-        (True, torch.zeros(B, H, N, 2 * 8), ""),
+        (False, "auto", torch.zeros(B, H, N, 2 * 8), "its attention backend FUSED has no separate operation that"),
+        (
+            True,
+            "int8_per_token_head",
+            torch.zeros(B, H, N, 2 * 8, dtype=torch.int8),
+            "quantised as int8_per_token_head",
+        ),
+        (True, "auto", torch.zeros(B, H, N, 2 * 8 + 1), "does not store a key and a value"),
+        (True, "auto", torch.zeros(B, H, N, 2 * 8), ""),
+        (True, "fp8", torch.zeros(B, H, N, 2 * 8, dtype=torch.uint8), ""),
     ],
 )
-def test_single_tokens_are_found_only_where_the_backend_writes_keys_and_values_itself(writer, cache, said):
-    impl = SimpleNamespace(do_kv_cache_update=print) if writer else object()
-    attention = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "FUSED"), head_size=8, impl=impl)
+def test_single_tokens_are_found_only_where_the_backend_writes_keys_and_values_itself(
+    monkeypatch, writer, kind, cache, said
+):
+    monkeypatch.setitem(vars(vllm_api), "MLAAttention", type("MLAAttention", (), {}))
+    attention = SimpleNamespace(
+        attn_backend=SimpleNamespace(get_name=lambda: "FUSED"), head_size=8, kv_cache_dtype=kind,
+        impl=SimpleNamespace(do_kv_cache_update=print) if writer else object(),
+    )  # fmt: skip
     with pytest.raises(UnsupportedModel, match=said) if said else nullcontext():
-        TokenAccess(attention, cache, TORCH)
+        token_access(attention, cache, TORCH, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_numbers_of_8_bits_are_those_of_the_model_divided_by_scales(dtype):
+    """What the pages have is given back bit by bit, also through a model in bfloat16."""
+    name = next(name for name, one in FP8.items() if one is dtype)
+    attention = SimpleNamespace(head_size=8, kv_cache_dtype=name, _k_scale_float=0.013, _v_scale_float=3.7)
+    cache = torch.zeros(B, H, N, 2 * 8, dtype=torch.uint8)
+    cache.view(dtype).copy_(torch.randn(B, H, N, 2 * 8) * 20)
+    for computes in (torch.bfloat16, torch.float32):
+        access = TokenAccess(attention, cache, TORCH, computes)
+        keys, values = access.gather(torch.arange(B * N))
+        assert keys.dtype is computes
+        raw = cache.view(dtype).transpose(1, 2).flatten(0, 1).float()
+        assert torch.allclose(keys.float(), 0.013 * raw[..., :8], rtol=1e-2)
+        assert torch.allclose(values.float(), 3.7 * raw[..., 8:], rtol=1e-2)
+        again = torch.cat(access.quantised((keys, values)), dim=-1)
+        assert torch.equal(again.view(torch.uint8), cache.transpose(1, 2).flatten(0, 1))
 
 
 def test_layers_that_share_a_cache_are_copied_once():

@@ -34,7 +34,7 @@ class DenseCanvas(Canvas[DenseRows]):
     ) -> None:
         """Allocate the KV of a prompt; `reader` yields the stored parts of `placements`, layer by layer."""
         self.depth, self.device = layers.shape.layers, layers.device
-        self.kernels = kernels_of(self.device)
+        self.kernels, self.dtype = kernels_of(self.device), layers.shape.dtype
         self._layers, self._reader = layers, reader
         self._tokens = torch.tensor(tokens, device=self.device)
         # In its stored form, a document may end at a later position than the prompt.

@@ -1,7 +1,6 @@
 """Engines that cannot be blended: it says so once at the start, exact offload goes on, and requests are told."""
 
 import logging
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,12 +19,8 @@ OFF = "blending is off; the log of the engine's start says why"
 # Family, engine options, the reason that is logged
 ENGINES = {
     "sliding windows": ("gemma3", {}, "no layer attends to the whole prompt"),
-    "quantised KV": ("llama", {"kv_cache_dtype": "fp8"}, "its KV cache is quantised"),
     "LoRA": ("llama", {"enable_lora": True, "max_lora_rank": 8}, "LoRA is enabled"),
 }
-
-
-FLAGS = set(Path("/proc/cpuinfo").read_text().split())
 
 
 class Said(logging.Handler):
@@ -55,8 +50,6 @@ def test_an_engine_whose_self_test_fails_does_not_blend_and_explains_that(models
 @pytest.fixture(scope="module", params=ENGINES, ids=lambda name: name.replace(" ", "-"))
 def lab(request, models):
     family, options, reason = ENGINES[request.param]
-    if "kv_cache_dtype" in options and not {"avx512f", "amx_tile"} & FLAGS:
-        pytest.skip("vLLM's CPU build has fp8 KV caches on processors with AVX-512 or AMX only")
     said, log = Said(), logging.getLogger("lmc")
     log.addHandler(said)
     log.setLevel(logging.INFO)

@@ -103,14 +103,16 @@ class FewLayers(NativeLayers):
             for layer in self._layers:
                 layer.weights = layer.weights.to("meta")
         self.attention = [layer.attention for layer in self._layers]
-        self.access = [TokenAccess(one, cache, kernels) for one, cache in zip(self.attention, caches, strict=True)]
+        self.access = [
+            TokenAccess(one, cache, kernels, torch.float32) for one, cache in zip(self.attention, caches, strict=True)
+        ]
         self.kernels, self.device = self.access[0].kernels, torch.device("cpu")
         self.block_size, self._ratio, self.most_runs = BLOCK * ratio, ratio, 1 << 30
         angles = torch.arange(2 * length)[:, None] * 0.8 ** torch.arange(DIM // 2)
         rotation = Rotation(angles.cos(), angles.sin())
         self.attentions = [LayerAttention(scale=DIM**-0.5, rotation=rotation)] * len(caches)
         self.shape = KVShape(layers=3, kv_heads=HEADS, head_dim=DIM, dtype=torch.float32)
-        self.shapes, self._kinds = [self.shape] * 3, [None] * 3
+        self.shapes, self._kinds, self.computes = [self.shape] * 3, [None] * 3, torch.float32
         self._signature, self._takes_residual = inspect.signature(self._layers[0].forward), True
 
         def model(tokens: torch.Tensor, positions: torch.Tensor) -> None:
@@ -439,7 +441,7 @@ def test_the_backend_has_buffers_for_the_runs_that_go_to_it_and_no_more(monkeypa
 
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
-        model_config=SimpleNamespace(max_model_len=10),
+        model_config=SimpleNamespace(max_model_len=10, dtype=torch.float32),
         scheduler_config=scheduler, compilation_config=SimpleNamespace(cudagraph_mode="full"),
     )  # fmt: skip
     group = SimpleNamespace(kv_cache_spec=Spec(BLOCK), layer_names=["layer"])

@@ -51,6 +51,7 @@ class PagedCanvas:
         `loads` loads the job's exact pages.
         """
         self.depth, self.device, self.arrived = layers.depth, layers.device, arrived
+        self.dtype = layers.shape.dtype
         self.attentions: Sequence[LayerAttention] = layers.attentions
         self.kernels = layers.kernels
         self._layers, self._job, self._batch_rows, self._part = layers, job, batch_rows, part
@@ -82,7 +83,7 @@ class PagedCanvas:
         elif self.kernels.in_pages:
             self._place(layer, self._parts(layer), self._stored, self.paged(layer))
         else:  # Only the backend's own writer knows the layout; it is called once.
-            keys, values = self._layers.shapes[layer].empty(len(self._stored), self.device)
+            keys, values = self._layers.access[layer].empty(len(self._stored))
             beside = torch.arange(len(self._stored), device=self.device)
             self._place(layer, self._parts(layer), beside, Paged.of((keys.transpose(0, 1), values.transpose(0, 1))))
             self.write(layer, self._stored, keys, values)
@@ -97,8 +98,9 @@ class PagedCanvas:
 
     def _parts(self, layer: int) -> list[KV]:
         """Return the stored keys and values `[T, H, D]` of a layer, for each piece."""
-        shape = self._layers.shapes[layer]
-        return [shape.part(self._part(one.slot, layer), one.stored, one.rows) for one in self._job.documents]
+        shape, access = self._layers.shapes[layer], self._layers.access[layer]
+        parts = (shape.part(self._part(one.slot, layer), one.stored, one.rows) for one in self._job.documents)
+        return [access.dequantised(part) for part in parts]
 
     def begin(self, positions: torch.Tensor, *, through: bool = False) -> PagedRows:
         """Return rows before layer 0, with the metadata that the attention backend needs."""
@@ -197,5 +199,6 @@ def prefill_alone(
 def read_tokens(layers: NativeLayers, layer: int, blocks: torch.Tensor, start: int, stop: int, into: KV) -> None:
     """Copy a layer's keys and values of the positions `[start, stop)` to `into`, `[T, H, D]` each."""
     positions = torch.arange(start, stop, device=layers.device)
-    for there, half in zip(into, layers.access[layer].gather(layers.slots(blocks, positions)), strict=True):
+    access = layers.access[layer]
+    for there, half in zip(into, access.quantised(access.gather(layers.slots(blocks, positions))), strict=True):
         there.copy_(half, non_blocking=True)

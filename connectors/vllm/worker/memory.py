@@ -38,7 +38,8 @@ def memory_for(layers: NativeLayers, job: BlendJob) -> int:
     """Return about how many bytes a blend needs, in addition to the memory of a layer for a batch of rows."""
     shape, tokens = layers.shape, len(job.tokens)
     stored = sum(piece.tokens for piece in job.documents)
-    staged = (SIDES + 1) * stored * shape.token_bytes  # the parts of two layers, and the corrected part of one layer
+    row_bytes = shape.token_bytes // shape.dtype.itemsize * layers.computes.itemsize
+    staged = (SIDES + 1) * stored * row_bytes  # the parts of two layers, and the corrected part of one layer
     # For each document: the similarities of its examples, the inverse of this matrix, and the mean key.
     of_document = 2 * MOST_EXAMPLES**2 + shape.kv_heads * shape.head_dim
     weights = (stored * MOST_EXAMPLES + len(job.documents) * of_document) * torch.float32.itemsize
@@ -46,4 +47,4 @@ def memory_for(layers: NativeLayers, job: BlendJob) -> int:
     # For each RoPE: cos and sin of the rotations that place documents, and that move keys to position 0 and back.
     rotations = {attention.rotation for attention in layers.attentions}
     turns = 3 * len(rotations) * stored * shape.head_dim * torch.float32.itemsize
-    return UNUSED_BYTES + staged + weights + scores + turns + KV * tokens * layers.width * shape.dtype.itemsize
+    return UNUSED_BYTES + staged + weights + scores + turns + KV * tokens * layers.width * layers.computes.itemsize

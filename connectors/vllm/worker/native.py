@@ -10,14 +10,14 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from lmc.blend.canvas import KV, Attention, EndOfLayer, Paged, writes_and_attends
-from lmc.blend.kernels.choice import kernels_of
+from lmc.blend.kernels.choice import TORCH, kernels_of
 from lmc.blend.layer_attention import LayerAttention
 from lmc.blend.rope import UNROTATED, Rotation
 from lmc.connectors.vllm import vllm_api
@@ -26,7 +26,6 @@ from lmc.connectors.vllm.worker.paged import token_access
 from lmc.connectors.vllm.worker.streams import sent
 from lmc.engine.identity import rope_name
 from lmc.errors import UnsupportedModel
-from lmc.shapes import KVShape
 
 PASSED = {"positions", "hidden_states", "residual"}  # what lmc can pass to a layer
 MOST_RUNS = 4096  # maximal number of runs in a batch for a GPU backend, which allocates buffers for them
@@ -94,8 +93,10 @@ class NativeLayers:
         if len(ratios) > 1:
             raise UnsupportedModel("its layers have kernels with blocks of different sizes")
         (self._ratio,) = ratios
-        kernels = kernels_of(self.device)
-        self.access = [token_access(a, caches[a.layer_name], kernels) for a in self.attention]
+        quantised = any(caches[one.layer_name].dtype.itemsize == 1 for one in self.attention)
+        kernels = TORCH if quantised else kernels_of(self.device)  # Those in Triton take no numbers of 8 bits.
+        self.computes: torch.dtype = config.model_config.dtype
+        self.access = [token_access(one, caches[one.layer_name], kernels, self.computes) for one in self.attention]
         self.kernels = self.access[0].kernels
         # lmc needs its own builder, because the runner's builders hold plans and buffers of the step that is under way.
         # If lmc's own attention handles batches of several runs, buffers for one run are enough. Otherwise there are
@@ -109,11 +110,7 @@ class NativeLayers:
         # On a GPU, the builder's buffers limit the number of runs, which it sees as requests.
         few = self.device.type != "cpu" and not self.kernels.in_pages
         self.most_runs = own.scheduler_config.max_num_seqs if few else 1 << 30
-        self.shapes = [
-            KVShape(layers=len(self.access), kv_heads=one.kv_heads, head_dim=one.head_dim, value_dim=one.value_dim,
-                    dtype=one.dtype)
-            for one in self.access
-        ]  # fmt: skip
+        self.shapes = [replace(one.shape, layers=len(self.access)) for one in self.access]
         self.shape = max(self.shapes, key=lambda shape: shape.token_bytes)  # the largest, which records have
         rotations = self._rotations()
         interleaved = any(rotation.interleaved for rotation in rotations)
@@ -300,7 +297,8 @@ class NativeLayers:
                 built = self._metadata(batch, self._kinds[layer])
                 original(module, query, key, value, cache, built, output, **more)
 
-            attended = self._attended(layer, batch, attention, (query, key, value), engine, output)
+            rows = self._unquantised(module, query), key, value
+            attended = self._attended(layer, batch, attention, rows, engine, output)
             if attended is not output:
                 output.copy_(attended)
             return output
@@ -325,6 +323,10 @@ class NativeLayers:
             yield
         finally:
             delattr(owner, name)
+
+    def _unquantised(self, module: Any, query: torch.Tensor) -> torch.Tensor:
+        """Return queries in the model's type; some backends get them quantised as the keys are."""
+        return query if query.dtype.itemsize > 1 else query.to(self.computes) * module._q_scale_float
 
     def _attended(
         self, layer: int, batch: RowBatch, attention: Attention, rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],

@@ -8,6 +8,7 @@ smaller blocks than the scheduler; then the view has several rows for each block
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,13 +23,15 @@ from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.worker.streams import sent
 from lmc.copies import Addresses, Copies, can_submit, merged, stretches_of, submit_of
 from lmc.errors import UnsupportedModel
-from lmc.shapes import KV
+from lmc.shapes import KV, KVShape
 
 log = logging.getLogger(__name__)
 
 TIMED_COPIES, TIMED_PAGES = 5, 256
 PART_PAGES = 16  # number of pages in a part, for chunks of 256 tokens and pages of 16 tokens
 WIDEST = torch.complex128  # torch's type of 16 bytes, used only for copies
+# Types of the numbers in quantised KV caches with a scale for each layer, by vLLM's names.
+FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 CPU_LAYOUTS = ("vec", "vec16")  # instruction sets whose pages have a transposed key block and a value block
 
 
@@ -157,29 +160,63 @@ class Pages:
 class TokenAccess:
     """The keys and values of single tokens in one layer's cache, by slot number (block × block size + offset).
 
-    This class is for caches in which the key and the value of a head stand side by side.
+    This class is for caches in which the key and the value of a head stand side by side. If the cache is quantised, the
+    model's numbers are those of the cache times a scale for all keys, or for all values.
     """
 
-    def __init__(self, attention: Any, cache: torch.Tensor, kernels: Kernels) -> None:
-        """Prepare the access. Raises `UnsupportedModel` if a token's key and value cannot be located in the cache."""
-        self.kernels, self.dtype = kernels, cache.dtype
+    def __init__(self, attention: Any, cache: torch.Tensor, kernels: Kernels, computes: torch.dtype) -> None:
+        """Prepare the access. Raises `UnsupportedModel` if a token's key and value cannot be located in the cache.
+
+        `computes` is the type of the model's own keys and values.
+        """
+        self._attention, self._cache = attention, cache
+        cache = cache.view(quantised_type(attention, cache) or cache.dtype)
+        self.kernels, self.dtype, self.computes = kernels, cache.dtype, computes
         self.head_dim: int = attention.head_size
         self.value_dim = self.head_dim
-        self._attention, self._cache = attention, cache
         if cache.dim() != 4 or cache.shape[3] != KV * self.head_dim:
             raise UnsupportedModel("its KV cache does not store a key and a value for each head and token")
         self.kv_heads = cache.shape[1]
         keys, values = cache.split(self.head_dim, dim=-1)
         self.pages = Paged(keys, values, torch.empty(0, dtype=torch.int32))  # without the blocks of a prompt
 
+    @property
+    def shape(self) -> KVShape:
+        """The shape of a token's KV in this layer, as it is stored."""
+        dims = {"head_dim": self.head_dim, "value_dim": self.value_dim}
+        return KVShape(layers=1, kv_heads=self.kv_heads, dtype=self.dtype, **dims)
+
+    def empty(self, tokens: int) -> Rows:
+        """Return uninitialized memory for keys and values `[T, H, D]` of the model."""
+        return replace(self.shape, dtype=self.computes).empty(tokens, self._cache.device)
+
+    def dequantised(self, stored: Rows) -> Rows:
+        """Return stored keys and values, which may be in host memory, as those of the model."""
+        if self.dtype.itemsize > 1:
+            return stored
+        halves = (half.to(self._cache.device, non_blocking=True) for half in stored)
+        keys, values = (half.to(self.computes) * scale for half, scale in zip(halves, self._scales, strict=True))
+        return keys, values
+
+    def quantised(self, rows: Rows) -> Rows:
+        """Return keys and values of the model as they are stored."""
+        if self.dtype.itemsize > 1:
+            return rows
+        keys, values = ((half / scale).to(self.dtype) for half, scale in zip(rows, self._scales, strict=True))
+        return keys, values
+
+    @property
+    def _scales(self) -> tuple[float, float]:
+        return float(self._attention._k_scale_float), float(self._attention._v_scale_float)
+
     def gather(self, slots: torch.Tensor) -> Rows:
         """Return keys and values `[T, H, D]` of `slots [T]`."""
-        return self.kernels.gather(self.pages, slots)
+        return self.dequantised(self.kernels.gather(self.pages, slots))
 
     def tokens_of(self, blocks: torch.Tensor, tokens: int) -> Rows:
         """Return copies of the keys and values `[H, T, D]` of the first `tokens` tokens in kernel blocks `[B]`."""
         keys, values = (half[blocks].transpose(0, 1).flatten(1, 2)[:, :tokens] for half in self.pages[:2])
-        return keys, values
+        return self.dequantised((keys, values))
 
     def scatter(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values `[T, H, D]` into `slots`, with the backend's own writer, which knows its layout."""
@@ -191,9 +228,10 @@ class TokenAccess:
 class TransposedAccess(TokenAccess):
     """Pages of vLLM's CPU kernel. Each head has a block of keys `[D, N]`, and then for each token a row: its value."""
 
-    def __init__(self, attention: Any, cache: torch.Tensor, kernels: Kernels) -> None:
+    def __init__(self, attention: Any, cache: torch.Tensor, kernels: Kernels, computes: torch.dtype) -> None:
         """Prepare the access. Raises `UnsupportedModel` for the layout of another instruction set."""
-        super().__init__(attention, cache, TORCH)  # Triton kernels need the numbers of a row side by side.
+        super().__init__(attention, cache, TORCH, computes)  # Triton kernels need the numbers of a row side by side.
+        cache = cache.view(self.dtype)
         if attention.isa not in CPU_LAYOUTS:
             raise UnsupportedModel(f"keys cannot be read from pages of the CPU kernel {attention.isa!r}")
         blocks, heads, self._size, _ = cache.shape
@@ -207,13 +245,14 @@ class TransposedAccess(TokenAccess):
         heads = block[:, None] * self.kv_heads + torch.arange(self.kv_heads)
         rows = (heads * KV + 1) * self._size + offset[:, None]  # [T, H]
         values = self._rows.index_select(0, rows.flatten()).unflatten(0, rows.shape)
-        return self._keys[block, :, offset], values
+        return self.dequantised((self._keys[block, :, offset], values))
 
     def tokens_of(self, blocks: torch.Tensor, tokens: int) -> Rows:
         """See `TokenAccess.tokens_of`. Keys stay transposed until they are copied, so that whole rows are copied."""
         pages = self._halves.index_select(0, blocks).transpose(0, 1)  # [H, B, K, N·D]
         keys = pages[:, :, 0].unflatten(-1, (self.head_dim, self._size)).transpose(1, 2).flatten(2).transpose(1, 2)
-        return keys[:, :tokens], pages[:, :, 1].unflatten(-1, (self._size, self.head_dim)).flatten(1, 2)[:, :tokens]
+        values = pages[:, :, 1].unflatten(-1, (self._size, self.head_dim)).flatten(1, 2)
+        return self.dequantised((keys[:, :tokens], values[:, :tokens]))
 
 
 class LatentAccess(TokenAccess):
@@ -222,9 +261,11 @@ class LatentAccess(TokenAccess):
     The rotated key counts as the key of one KV head, and the latent vector as its value; see `LayerAttention.latent`.
     """
 
-    def __init__(self, attention: Any, cache: torch.Tensor, kernels: Kernels) -> None:
+    def __init__(self, attention: Any, cache: torch.Tensor, kernels: Kernels, computes: torch.dtype) -> None:
         """Prepare the access. Raises `UnsupportedModel` if rows have anything else."""
-        self.kernels, self.dtype, self.kv_heads = kernels, cache.dtype, 1
+        if quantised_type(attention, cache):
+            raise UnsupportedModel("its KV cache is quantised, and it has MLA")
+        self.kernels, self.dtype, self.computes, self.kv_heads = kernels, cache.dtype, computes, 1
         self.value_dim, self.head_dim = attention.kv_lora_rank, attention.qk_rope_head_dim
         self._attention, self._cache = attention, cache.squeeze(1) if cache.dim() == 4 else cache
         if self._cache.dim() != 3 or self._cache.shape[2] != self.value_dim + self.head_dim:
@@ -239,16 +280,27 @@ class LatentAccess(TokenAccess):
         one.impl.do_kv_cache_update(latent, rotated, self._cache, slots, one.kv_cache_dtype, one._k_scale)
 
 
-def token_access(attention: Any, cache: torch.Tensor, kernels: Kernels) -> TokenAccess:
+def quantised_type(attention: Any, cache: torch.Tensor) -> torch.dtype | None:
+    """Return the type of the numbers in a quantised cache; None if the cache is not quantised.
+
+    Raises `UnsupportedModel` if keys and values have no scale for a layer as a whole.
+    """
+    if cache.dtype.itemsize > 1:
+        return None
+    kind: str = attention.kv_cache_dtype
+    if kind not in FP8:
+        raise UnsupportedModel(f"its KV cache is quantised as {kind} (supported: {', '.join(FP8)})")
+    return FP8[kind]
+
+
+def token_access(attention: Any, cache: torch.Tensor, kernels: Kernels, computes: torch.dtype) -> TokenAccess:
     """Return the access to a layer's cache. Raises `UnsupportedModel` if its tokens cannot be read or written."""
     backend = attention.attn_backend.get_name()
-    if not cache.dtype.is_floating_point or cache.dtype.itemsize == 1:
-        raise UnsupportedModel(f"its KV cache is quantised ({cache.dtype})")
     if not hasattr(attention.impl, "do_kv_cache_update"):
         raise UnsupportedModel(f"its attention backend {backend} has no separate operation that writes KV")
     if isinstance(attention, vllm_api.MLAAttention):
-        return LatentAccess(attention, cache, kernels)
-    return (TransposedAccess if backend == "CPU_ATTN" else TokenAccess)(attention, cache, kernels)
+        return LatentAccess(attention, cache, kernels, computes)
+    return (TransposedAccess if backend == "CPU_ATTN" else TokenAccess)(attention, cache, kernels, computes)
 
 
 def _blocks_of(moves: Sequence[Move]) -> Addresses:

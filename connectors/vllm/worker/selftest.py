@@ -50,7 +50,8 @@ def prove_model(
             whole, in_two = (exam.prefill(exam.tokens, stops) for stops in ([length], [start, length]))
             repeated = exam.prefill(exam.tokens[:1] * length, [length])
             alone = exam.prefill_alone(exam.tokens[start:])[0]
-            part = torch.cat([half.flatten() for half in alone]).view(torch.uint8)
+            stored = layers.access[0].quantised(alone)
+            part = torch.cat([half.flatten() for half in stored]).view(torch.uint8)
             # Kernels are compiled with this part also for layers whose parts are longer.
             part = pad(part, (0, layers.shape.part_bytes(DOCUMENT_TOKENS) - len(part)))
             if stream is not None:

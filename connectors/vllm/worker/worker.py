@@ -115,7 +115,7 @@ class Worker:
             kv_heads=shape.kv_heads if shape else 0,
             head_dim=shape.head_dim if shape else 0,
             value_dim=shape.value_dim if shape else 0,
-            dtype=str(cache.dtype),
+            dtype=str(shape.dtype if shape else cache.dtype),
             rope=self._layers.rope if self._layers else "",
             refused=refused,
         )

@@ -1,0 +1,73 @@
+"""KV caches of 8 bits with a scale for the keys and one for the values of a layer."""
+
+import pytest
+import torch
+from lab import DOCUMENTS, PROMPT, answer, distance, engine, facts
+from stepping import layers_of_lmc, poison
+from vllm.model_executor.layers.attention import attention
+
+pytestmark = pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM's CPU build has KV caches of 8 bits only with AVX-512"
+)
+SAME = 1e-5  # logprobs, float32: each number is rounded as the engine rounds it
+SCALES = {"_k_scale": 0.02, "_v_scale": 0.07}  # of a checkpoint; the engine's default is 1
+ORDER = sum(map(len, DOCUMENTS))
+
+
+@pytest.fixture(scope="module", params=["fp8", pytest.param("fp8_e5m2", marks=pytest.mark.long)])
+def lab(request, models):
+    set_default = attention.set_default_quant_scales
+
+    def scaled(layer, **options):
+        set_default(layer, **options)
+        for name, scale in SCALES.items():
+            getattr(layer, name).fill_(scale)
+            setattr(layer, f"{name}_float", scale)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "set_default_quant_scales", scaled)
+        with engine(models("llama"), kv_cache_dtype=request.param) as lab:
+            yield lab
+
+
+@pytest.mark.parametrize("strategy", ["union", "deviation"])
+def test_at_ratio_1_the_blend_is_the_engine_s_own_prefill(lab, strategy):
+    wanted = lab.vanilla(PROMPT.tokens)
+    lab.learn(DOCUMENTS)
+    lab.forget_pages()
+    blind = lab.ask(PROMPT.tokens, PROMPT.blend(strategy="none"))
+    assert distance(blind, wanted) > 100 * SAME, "the control: stored KV is used"
+    lab.forget_prefixes()
+    lab.forget_pages()
+    found = lab.ask(PROMPT.tokens, PROMPT.blend(strategy=strategy, ratio=1.0))
+    assert facts(found)["reused_tokens"] == ORDER
+    assert answer(found) == answer(wanted)
+    assert distance(found, wanted) <= SAME
+    lab.check()
+
+
+def test_documents_are_stored_in_8_bits(lab):
+    shape = layers_of_lmc().shape
+    assert shape.dtype.itemsize == 1
+    assert shape.token_bytes == 2 * shape.kv_heads * shape.head_dim
+
+
+def test_what_is_stored_is_what_the_pages_have(lab):
+    """Rounding twice is rounding once: a document that does not move keeps its bits."""
+    lab.learn(DOCUMENTS)
+    access, slots = layers_of_lmc().access[1], torch.arange(64)
+    rows = access.gather(slots)
+    for stored, raw in zip(
+        access.quantised(rows), access.quantised(access.dequantised(access.quantised(rows))), strict=True
+    ):
+        assert torch.equal(stored.view(torch.uint8), raw.view(torch.uint8))
+
+
+def test_pages_are_loaded_again_as_they_were(lab):
+    wanted = lab.vanilla(PROMPT.tokens)
+    lab.ask(PROMPT.tokens, {"blend": False})
+    lab.forget_prefixes()
+    poison()
+    found = lab.ask(PROMPT.tokens, {"blend": False})
+    assert facts(found)["exact_tokens"] > ORDER
+    assert distance(found, wanted) <= SAME
