@@ -26,7 +26,7 @@ from typing import Generic, NamedTuple
 import torch
 
 from lmc.blend.canvas import Attention, Canvas, R, only_writes, positions_of
-from lmc.blend.layer_attention import scoring_layers
+from lmc.blend.layer_attention import score_weights
 from lmc.blend.segments import Placement
 from lmc.blend.shift import Shift, shifts_of
 from lmc.blend.strategies import CHECK_LAYER, NEEDS_QUESTION, STRATEGIES, Evidence, RecomputePolicy, budget
@@ -96,7 +96,7 @@ class Blender(Generic[R]):
         self._is_reused[self._reused] = True
         self._fresh = (~self._present).nonzero().flatten()
         self._placed = 0  # number of layers whose stored parts have been placed
-        self._scores = scoring_layers(canvas.attentions)
+        self._weights = torch.tensor(score_weights(canvas.attentions), device=canvas.device)[:, None]  # [L, 1]
         reused, fresh, depth = self._reused, len(self._fresh), canvas.depth
         repaired = [reused[:0]] * depth
         self.result = BlendResult(reused=len(reused), fresh=fresh, computed=[0] * depth, repaired=repaired)
@@ -110,7 +110,8 @@ class Blender(Generic[R]):
             paid = torch.zeros(self._canvas.depth, self._given.length, device=self._canvas.device)
             yield from self._ask(paid)
             joined = self._canvas.largest if NEEDS_QUESTION[strategy] == "max" else self._canvas.summed
-            chosen = self._choose(Evidence(offset=self._offset, attention=joined(paid[:, self._reused]).sum(0)))
+            scores = (self._weights * joined(paid[:, self._reused])).sum(0)
+            chosen = self._choose(Evidence(offset=self._offset, attention=scores))
             # The first pass has finished the fresh tokens before all reused tokens.
             yield from self._pass(_merged(fresh[fresh > self._reused[0]], chosen))
         elif strategy == "deviation":
@@ -200,15 +201,11 @@ class Blender(Generic[R]):
         ]
 
     def _scoring(self, layer: int, probe: "_Probe", paid: torch.Tensor) -> Attention:
-        """Return attention over the present keys.
-
-        In a layer that scores, it also writes the question's attention to each key into `paid [N]`.
-        """
+        """Return attention over the present keys, which writes the question's attention to each into `paid [N]`."""
 
         def attention(query: torch.Tensor, write: Callable[[], None], _: object) -> torch.Tensor | None:
             write()
-            at, present = probe.positions, probe.present
-            first = probe.scoring if self._scores[layer] else len(at)
+            at, present, first = probe.positions, probe.present, probe.scoring
             kernels, own = self._canvas.kernels, self._canvas.attentions[layer]
             last = layer == self._canvas.depth - 1  # The output of the last layer is unused in this pass.
             if last and first == len(at):

@@ -14,6 +14,7 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.canvas import KV
+from lmc.blend.layer_attention import LayerAttention, score_weights
 from lmc.blend.markers import Markers
 from lmc.blend.segments import Placement, Segments, join, split
 from lmc.blend.strategies import STRATEGIES, Evidence, RecomputePolicy
@@ -108,6 +109,16 @@ def test_layers_of_several_kinds_give_full_prefill_at_ratio_one(family: str, str
         assert torch.allclose(result.values[layer].transpose(0, 1), wanted[1], atol=1e-4)
     blind = scene.blend(RecomputePolicy(strategy="none"))
     assert (blind.logits - logits).abs().max() > 1e-3, "the control: stored KV is used"
+
+
+def test_layers_with_a_window_score_as_much_as_those_without():
+    windowed, whole = LayerAttention(scale=1.0, window=20), LayerAttention(scale=1.0)
+    assert score_weights([windowed, whole, windowed, windowed]) == [
+        pytest.approx(2 / 3),
+        2.0,
+        *[pytest.approx(2 / 3)] * 2,
+    ]
+    assert score_weights([whole] * 5) == score_weights([windowed] * 5) == [1.0] * 5
 
 
 @pytest.mark.parametrize("count", range(1, 13))
