@@ -7,7 +7,7 @@ after their positions. A layer's window or chunk also hides keys long before p.
 from typing import Literal
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from lmc.blend.canvas import KV, Paged, dense
 from lmc.blend.layer_attention import LayerAttention
@@ -67,9 +67,11 @@ def attend_and_score(
 
     The attention to a key is first reduced over heads, to its mean or maximum, and then to its maximum over queries.
     """
-    keys, values = (one[:, : len(present)] for one in _operands(dense(kv), layer))
+    first_seen = layer.first_seen(positions)
+    seen = slice(0 if layer.sees_all else int(first_seen[0]), len(present))
+    keys, values = (one[:, seen] for one in _operands(dense(kv), layer))
     heads, group = keys.shape[0], query.shape[1] // keys.shape[0]
-    hidden = ~(_visible(positions, layer.first_seen(positions), slice(0, keys.shape[1])) & present)  # [T, N]
+    hidden = ~(_visible(positions, first_seen, seen) & present[seen])  # [T, N]
     sinks = None if layer.sinks is None else layer.sinks.view(heads, group, 1, 1).float()
     out, paid = query.new_empty(*query.shape[:2], values.shape[-1]), []
     for head in range(heads):  # One head at a time: [G·T, N] fits into the CPU cache, and [Q, T, N] does not.
@@ -85,7 +87,8 @@ def attend_and_score(
         out[:, head_queries] = (weights @ values[head].float()).transpose(0, 1).to(out.dtype)
         paid.append(weights.amax((0, 1)) if over_heads == "max" else weights.sum(0))  # [N] or [T, N]
     joined = torch.stack(paid)
-    return out, joined.amax(0) if over_heads == "max" else joined.sum(0).amax(0) / (heads * group)
+    scores = joined.amax(0) if over_heads == "max" else joined.sum(0).amax(0) / (heads * group)
+    return out, pad(scores, (seen.start, 0))
 
 
 def _operands(kv: KV, layer: LayerAttention) -> KV:

@@ -206,7 +206,11 @@ def _paid(
     seen &= tl.load(present + j, mask=seen, other=0) != 0
     best = tl.zeros([BN], tl.float32)
     first = tl.program_id(1) * BT if SHARED else 0
-    for begin in range(first, tl.minimum(first + BT, tokens) if SHARED else tokens, BT):
+    end = tl.minimum(first + BT, tokens) if SHARED else tokens
+    if LIMIT != ALL:  # A window hides all of these keys from the first token, and so from all.
+        hidden = (tl.program_id(0) + 1) * BN <= _first_seen(tl.load(positions).to(tl.int32), limit, LIMIT)
+        end = tl.where(hidden, first, end)
+    for begin in range(first, end, BT):
         t = begin + tl.arange(0, BT)
         there = t < tokens
         at = tl.load(positions + t, mask=there, other=-1).to(tl.int32)
