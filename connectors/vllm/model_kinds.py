@@ -20,6 +20,7 @@ TESTED = {
     "Gemma4ForCausalLM": "windows, two head sizes, proportional RoPE",
     "Glm4ForCausalLM": "partial, interleaved RoPE",
     "Glm4MoeForCausalLM": "partial RoPE",
+    "Glm4MoeLiteForCausalLM": "MLA, YaRN",
     "GptOssForCausalLM": "windows, attention sinks, YaRN",
     "GraniteForCausalLM": "plain RoPE",
     "Llama4ForCausalLM": "chunks with RoPE, full attention without",

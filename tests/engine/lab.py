@@ -114,6 +114,10 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
         transformers.DeepseekV3Config,
         {**LATENT, "q_lora_rank": 64, "first_k_dense_replace": 2, "topk_method": "noaux_tc"},
     ),
+    "glm4moelite": (
+        transformers.Glm4MoeLiteConfig,
+        {**LATENT, "q_lora_rank": 64, "first_k_dense_replace": 1, "topk_method": "noaux_tc"},
+    ),
     "gemma3": (transformers.Gemma3TextConfig, {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128}),
     "gemma3mixed": (
         transformers.Gemma3TextConfig,
@@ -424,7 +428,7 @@ def launch(model: Path, settings: dict[str, Any] | None = None, **options: Any) 
             "block_size": BLOCK,
             "max_num_batched_tokens": 256,
             # The other backend of MLA, for CPUs with AMX, does not take float32.
-            **({"attention_backend": "CPU_MLA"} if model.name.startswith("deepseek") else {}),
+            **({"attention_backend": "CPU_MLA"} if "kv_lora_rank" in FAMILIES.get(model.name, (None, {}))[1] else {}),
             **options,
         },
     )

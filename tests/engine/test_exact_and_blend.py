@@ -30,6 +30,7 @@ ENGINES = {
     "llama4": ("llama4", {}, {}),
     "deepseek2": ("deepseek2", {}, {}),
     "deepseek3": ("deepseek3", {}, {}),
+    "glm4moelite": ("glm4moelite", {}, {}),
     "glm4": ("glm4", {}, {}),
     "glm4moe": ("glm4moe", {}, {}),
     "granite": ("granite", {}, {}),

@@ -51,7 +51,7 @@ class PagedCanvas:
         `loads` loads the job's exact pages.
         """
         self.depth, self.device, self.arrived = layers.depth, layers.device, arrived
-        self.dtype = layers.shape.dtype
+        self.dtype = min((shape.dtype for shape in layers.shapes), key=lambda dtype: dtype.itemsize)
         self.attentions: Sequence[LayerAttention] = layers.attentions
         self.kernels = layers.kernels
         self._layers, self._job, self._batch_rows, self._part = layers, job, batch_rows, part
