@@ -114,6 +114,37 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
         transformers.DeepseekV3Config,
         {**LATENT, "q_lora_rank": 64, "first_k_dense_replace": 2, "topk_method": "noaux_tc"},
     ),
+    "ministral3": (
+        transformers.Ministral3Config,
+        {
+            "head_dim": 32,
+            "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 512},
+        },
+    ),
+    "ernie": (transformers.Ernie4_5Config, {"head_dim": 32}),
+    "erniemoe": (
+        transformers.Ernie4_5_MoeConfig,
+        {
+            "head_dim": 32,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 128,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+        },
+    ),
+    "granitemoe": (
+        transformers.GraniteMoeConfig,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 2.0, "attention_multiplier": 0.2},
+    ),
+    "olmoe": (transformers.OlmoeConfig, {"num_experts": 4, "num_experts_per_tok": 2}),
+    "apertus": (transformers.ApertusConfig, {"head_dim": 32}),
+    "nemotron": (transformers.NemotronConfig, {"head_dim": 32}),
+    "cohere": (transformers.CohereConfig, {}),
+    "exaonemoe": (
+        transformers.ExaoneMoeConfig,
+        {"head_dim": 32, "sliding_window": 128, "sliding_window_pattern": 4, "layer_types": WINDOWED},
+    ),
     "glm4moelite": (
         transformers.Glm4MoeLiteConfig,
         {**LATENT, "q_lora_rank": 64, "first_k_dense_replace": 1, "topk_method": "noaux_tc"},

@@ -31,6 +31,11 @@ ENGINES = {
     "deepseek2": ("deepseek2", {}, {}),
     "deepseek3": ("deepseek3", {}, {}),
     "glm4moelite": ("glm4moelite", {}, {}),
+    **{
+        name: (name, {}, {})
+        for name in ("ministral3", "ernie", "erniemoe", "granitemoe", "olmoe", "apertus", "nemotron", "cohere")
+    },
+    "exaonemoe": ("exaonemoe", {}, {}),
     "glm4": ("glm4", {}, {}),
     "glm4moe": ("glm4moe", {}, {}),
     "granite": ("granite", {}, {}),
