@@ -27,7 +27,7 @@ def rotated(keys: torch.Tensor, turn: Turn) -> torch.Tensor:
 @pytest.mark.parametrize("rope", ["plain", "linear", "llama3", "yarn"])
 def test_a_moved_key_equals_the_key_computed_there(rope: str) -> None:
     layers = DecoderLayers(random_model(rope=rope))
-    cos, sin = layers.angles(1000)[FULL]
+    cos, sin, _ = layers.angles(1000)[FULL]
     raw = torch.randn(2, len(OLD), layers.shape.head_dim)
     half = layers.shape.head_dim // 2
     turn = Rotation(cos[:, :half], sin[:, :half]).turn(OLD, NEW)
@@ -39,7 +39,7 @@ def test_a_moved_key_equals_the_key_computed_there(rope: str) -> None:
 
 @pytest.mark.parametrize("rope", ["plain", "linear", "llama3", "yarn"])
 def test_there_and_back_again_is_the_same_key(rope: str) -> None:
-    cos, sin = DecoderLayers(random_model(rope=rope)).angles(1000)[FULL]
+    cos, sin, _ = DecoderLayers(random_model(rope=rope)).angles(1000)[FULL]
     half = cos.shape[1] // 2
     keys = torch.randn(2, len(OLD), 2 * half)
     there = Rotation(cos[:, :half], sin[:, :half]).turn(OLD, NEW)
@@ -49,7 +49,7 @@ def test_there_and_back_again_is_the_same_key(rope: str) -> None:
 
 
 def test_a_key_that_does_not_move_keeps_its_bits() -> None:
-    cos, sin = DecoderLayers(random_model(rope="yarn")).angles(1000)[FULL]
+    cos, sin, _ = DecoderLayers(random_model(rope="yarn")).angles(1000)[FULL]
     half = cos.shape[1] // 2
     keys = torch.randn(2, len(OLD), 2 * half)
     stay = Rotation(cos[:, :half], sin[:, :half]).turn(OLD, OLD)
@@ -58,7 +58,7 @@ def test_a_key_that_does_not_move_keeps_its_bits() -> None:
 
 
 def test_bf16_keys_are_off_by_one_unit_in_the_last_place_at_most() -> None:
-    cos, sin = DecoderLayers(random_model()).angles(1000)[FULL]
+    cos, sin, _ = DecoderLayers(random_model()).angles(1000)[FULL]
     half = cos.shape[1] // 2
     raw = torch.randn(2, len(OLD), 2 * half)
     turn = Rotation(cos[:, :half], sin[:, :half]).turn(OLD, NEW)

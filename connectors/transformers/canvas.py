@@ -9,9 +9,10 @@ import torch
 from lmc.blend.canvas import KV, Attention, Canvas, Paged, positions_of, writes_and_attends
 from lmc.blend.kernels.choice import kernels_of
 from lmc.blend.layer_attention import LayerAttention, turns_of
+from lmc.blend.measured_rope import Angles
 from lmc.blend.segments import Placement
 from lmc.blend.staging import Staging
-from lmc.connectors.transformers.layers import Angles, DecoderLayers
+from lmc.connectors.transformers.layers import DecoderLayers
 
 # For each layer in order: its number, and stored keys and values [T, H, D] for each placement.
 Reader = Iterator[tuple[int, Sequence[KV]]]

@@ -6,7 +6,7 @@ its sinks, is the description of its attention. No model code is imported.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -16,10 +16,9 @@ from transformers import AttentionInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from lmc.blend.canvas import KV, EndOfLayer
-from lmc.blend.kernels.shift import rotated
 from lmc.blend.layer_attention import LayerAttention
-from lmc.blend.rope import UNROTATED, Rotation, Turn, check_rope
-from lmc.blend.selftest import FLOOR, difference
+from lmc.blend.measured_rope import PROBED, Angles, rotations_by_layer, rotations_of, way_between
+from lmc.blend.rope import check_rope
 from lmc.connectors.transformers.hf import cache_argument
 from lmc.engine.identity import rope_name
 from lmc.errors import UnsupportedModel
@@ -27,7 +26,6 @@ from lmc.shapes import KVShape
 
 NAME = "lmc"  # of lmc's attention function in transformers
 KINDS = {"full_attention", "sliding_attention"}  # layers whose keys are hidden by nothing but a window
-PROBED = 7  # position at which the keys of a layer are compared with those at position 0
 
 # A function that gets query [T, Q, D], key and value [T, H, D], and the other arguments of the attention function. It
 # returns the attention's output [T, Q, D], or None to end the layer.
@@ -80,30 +78,6 @@ class Projections(NamedTuple):
         """Return queries `[T, Q, D]` that fit rotated keys and latent vectors, side by side."""
         plain, rotated = query.split((self.keys.shape[1], query.shape[-1] - self.keys.shape[1]), dim=-1)
         return torch.cat((rotated, torch.einsum("tqd,qdl->tql", plain, self.keys)), dim=-1)
-
-
-class Angles(NamedTuple):
-    """The model's own cos and sin of some positions, `[T, R]` each, for one kind of layer."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    joined: bool = False  # whether the model has them as complex numbers
-
-    @classmethod
-    def of(cls, found: Any) -> "Angles":
-        """Return the angles that a model's RoPE returns for positions `[1, T]`."""
-        joined = isinstance(found, torch.Tensor)
-        cos, sin = (found.real, found.imag) if joined else found
-        return cls(cos[0], sin[0], joined)
-
-    def at(self, positions: torch.Tensor | slice) -> "Angles":
-        """Return the rows at `positions [T]`."""
-        return self._replace(cos=self.cos[positions], sin=self.sin[positions])
-
-    def embeddings(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return them as the model's layers take them."""
-        cos, sin = self.cos[None], self.sin[None]
-        return torch.complex(cos, sin) if self.joined else (cos, sin)
 
 
 class DecoderLayers:
@@ -159,13 +133,9 @@ class DecoderLayers:
 
     def attentions(self, angles: dict[str, Angles]) -> list[LayerAttention]:
         """Return the description of each layer's attention; keys can be moved between the positions of `angles`."""
-        made: dict[tuple[str, int], Rotation] = {}
-        for kind, (_, way) in zip(self.kinds, self._seen, strict=True):
-            if way is not None and (kind, way) not in made:
-                made[kind, way] = list(_rotations(angles[kind]))[way]
+        rotations = rotations_by_layer(self.kinds, [way for _, way in self._seen], angles)
         return [
-            LayerAttention(**seen, rotation=UNROTATED if way is None else made[kind, way])
-            for kind, (seen, way) in zip(self.kinds, self._seen, strict=True)
+            LayerAttention(**seen, rotation=rotation) for (seen, _), rotation in zip(self._seen, rotations, strict=True)
         ]
 
     @property
@@ -246,8 +216,8 @@ class DecoderLayers:
                 "sinks": named.get("s_aux"),
                 "latent": self.latent,
             }
-            turns = [rotation.turn(*ends) for rotation in _rotations(angles[kind])]
-            found.append((seen, _way(first, moved, turns)))
+            turns = [rotation.turn(*ends) for rotation in rotations_of(angles[kind])]
+            found.append((seen, way_between(first, moved, turns)))
         return found
 
     def _projected(
@@ -259,21 +229,6 @@ class DecoderLayers:
         return found[0]
 
 
-def _way(first: torch.Tensor, moved: torch.Tensor, turns: Sequence[Turn]) -> int | None:
-    """Return the index of the rotation that makes `moved` of the keys `first`; None if they are equal.
-
-    Raises `UnsupportedModel` if there is none.
-    """
-    allowed = FLOOR[first.dtype]
-    if difference(first, moved) <= allowed:
-        return None
-    for way, turn in enumerate(turns):
-        fits = 2 * turn.cos.shape[-1] <= first.shape[-1]
-        if fits and difference(rotated(first, turn), moved) <= allowed:
-            return way
-    raise UnsupportedModel("its keys at two positions are not rotations of each other")
-
-
 @contextmanager
 def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute of a module in this context. The module may have its own, as modules of accelerate do."""
@@ -283,14 +238,3 @@ def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         delattr(module, name) if own is None else setattr(module, name, own)
-
-
-def _rotations(angles: Angles) -> Iterator[Rotation]:
-    """Yield the rotations that a model may make of its cos and sin: they have each angle twice, in two orders, or once.
-
-    Either of the two ways to pair dimensions goes with each.
-    """
-    half = angles.cos.shape[-1] // 2
-    for columns in (slice(0, half), slice(0, None, 2), slice(None)):
-        for interleaved in (False, True):
-            yield Rotation(angles.cos[:, columns], angles.sin[:, columns], interleaved)

@@ -58,8 +58,9 @@ FIELDS: Mapping[str, str] = {
     "vllm.config.KVEventsConfig": "enable_kv_cache_events",
     "vllm.config.KVTransferConfig": "kv_connector_extra_config kv_load_failure_policy",
     "vllm.config.LoadConfig": "load_format",
-    "vllm.config.ModelConfig": "dtype get_vocab_size() hf_config hf_overrides is_prefix_caching_supported "
-    "max_model_len model multimodal_config quantization revision served_model_name tokenizer",
+    "vllm.config.ModelConfig": "dtype get_vocab_size() hf_config hf_overrides hf_text_config "
+    "is_prefix_caching_supported max_model_len model multimodal_config quantization revision served_model_name "
+    "tokenizer uses_mrope",
     "vllm.config.MultiModalConfig": "mm_processor_cache_gb",
     "vllm.config.ObservabilityConfig": "otlp_traces_endpoint",
     "vllm.config.ParallelConfig": "data_parallel_index data_parallel_size decode_context_parallel_size is_moe_model "
@@ -77,7 +78,10 @@ FIELDS: Mapping[str, str] = {
     "vllm.distributed.parallel_state.GroupCoordinator": "all_reduce(1) broadcast(1,src) cpu_group device_group "
     "rank_in_group world_size",
     "vllm.lora.request.LoRARequest": "load_inplace lora_int_id lora_path",
-    "vllm.model_executor.layers.attention.Attention": "attn_backend head_size impl layer_name sliding_window",
+    "vllm.model_executor.layers.attention.Attention": "attn_backend head_size impl kv_cache_dtype layer_name "
+    "sliding_window",
+    "vllm.model_executor.layers.attention.MLAAttention": "_v_up_proj(1,out) attn_backend forward_impl(5,output) impl "
+    "kv_cache_dtype kv_lora_rank layer_name qk_nope_head_dim qk_rope_head_dim",
     "vllm.model_executor.layers.rotary_embedding.base.RotaryEmbeddingBase": "cos_sin_cache is_neox_style",
     "vllm.v1.attention.backend.AttentionMetadataBuilder": "__init__(4) build(2)",
     **{
@@ -87,6 +91,7 @@ FIELDS: Mapping[str, str] = {
             "triton_attn.TritonAttentionImpl",
         )
     },
+    "vllm.v1.attention.backend.MLAAttentionImpl": "do_kv_cache_update(6)",
     "vllm.v1.core.block_pool.BlockPool": "blocks cache_full_blocks(6) free_blocks(1) get_cached_block(2) "
     "get_new_blocks(1) get_num_free_blocks() touch(1)",
     "vllm.v1.core.kv_cache_manager.KVCacheBlocks": "get_block_ids()",

@@ -40,6 +40,8 @@ TESTED = {
     "Qwen3ForCausalLM": "plain RoPE",
     "Qwen3LLMForCausalLM": "M-RoPE with text",
     "Qwen3MoeForCausalLM": "plain RoPE",
+    "TransformersForCausalLM": "OLMo 2 and 3, SmolLM3, Seed-OSS, Hunyuan, StarCoder2, Arcee",
+    "TransformersMoEForCausalLM": "dots.llm1",
 }
 
 WINDOWED = {"sliding_attention", "chunked_attention"}  # names of such layers in a model's configuration

@@ -145,6 +145,28 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
         transformers.ExaoneMoeConfig,
         {"head_dim": 32, "sliding_window": 128, "sliding_window_pattern": 4, "layer_types": WINDOWED},
     ),
+    # vLLM serves these with the layers of transformers.
+    "olmo2": (transformers.Olmo2Config, {}),
+    "olmo3": (transformers.Olmo3Config, {"sliding_window": 128, "layer_types": WINDOWED, "rope_parameters": YARN}),
+    "smollm3": (transformers.SmolLM3Config, {}),
+    "seedoss": (transformers.SeedOssConfig, {"head_dim": 32}),
+    "hunyuan": (transformers.HunYuanDenseV1Config, {"head_dim": 32}),
+    "starcoder2": (transformers.Starcoder2Config, {}),
+    "arcee": (transformers.ArceeConfig, {"head_dim": 32}),
+    "dots1": (
+        transformers.Dots1Config,
+        {
+            "head_dim": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "sliding_window": None,
+        },
+    ),
     "glm4moelite": (
         transformers.Glm4MoeLiteConfig,
         {**LATENT, "q_lora_rank": 64, "first_k_dense_replace": 1, "topk_method": "noaux_tc"},

@@ -31,11 +31,23 @@ ENGINES = {
     "deepseek2": ("deepseek2", {}, {}),
     "deepseek3": ("deepseek3", {}, {}),
     "glm4moelite": ("glm4moelite", {}, {}),
-    **{
-        name: (name, {}, {})
-        for name in ("ministral3", "ernie", "erniemoe", "granitemoe", "olmoe", "apertus", "nemotron", "cohere")
-    },
+    "ministral3": ("ministral3", {}, {}),
+    "ernie": ("ernie", {}, {}),
+    "erniemoe": ("erniemoe", {}, {}),
+    "granitemoe": ("granitemoe", {}, {}),
+    "olmoe": ("olmoe", {}, {}),
+    "apertus": ("apertus", {}, {}),
+    "nemotron": ("nemotron", {}, {}),
+    "cohere": ("cohere", {}, {}),
     "exaonemoe": ("exaonemoe", {}, {}),
+    "olmo2": ("olmo2", {}, {}),
+    "olmo3": ("olmo3", {}, {}),
+    "smollm3": ("smollm3", {}, {}),
+    "seedoss": ("seedoss", {}, {}),
+    "hunyuan": ("hunyuan", {}, {}),
+    "starcoder2": ("starcoder2", {}, {}),
+    "arcee": ("arcee", {}, {}),
+    "dots1": ("dots1", {}, {}),
     "glm4": ("glm4", {}, {}),
     "glm4moe": ("glm4moe", {}, {}),
     "granite": ("granite", {}, {}),
@@ -49,7 +61,9 @@ ENGINES = {
 
 
 @pytest.fixture(
-    scope="module", params=mostly_long(ENGINES, "llama", "deepseek3"), ids=lambda name: name.replace(" ", "-")
+    scope="module",
+    params=mostly_long(ENGINES, "llama", "deepseek3", "smollm3"),
+    ids=lambda name: name.replace(" ", "-"),
 )
 def lab(request, models, shared_engine):
     family, settings, options = ENGINES[request.param]

@@ -7,7 +7,6 @@ for the loaded model.
 """
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -16,18 +15,18 @@ from typing import Any
 
 import torch
 
-from lmc.blend.canvas import KV, Attention, EndOfLayer, Paged, writes_and_attends
+from lmc.blend.canvas import KV, Attention, EndOfLayer, Paged, only_writes, writes_and_attends
 from lmc.blend.kernels.choice import TORCH, kernels_of
 from lmc.blend.layer_attention import LayerAttention
 from lmc.blend.rope import UNROTATED, Rotation
 from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.model_kinds import specs_of
+from lmc.connectors.vllm.worker.layer_calls import Given, TransformersLayers, calls_of, rows_of
 from lmc.connectors.vllm.worker.paged import token_access
 from lmc.connectors.vllm.worker.streams import sent
 from lmc.engine.identity import rope_name
 from lmc.errors import UnsupportedModel
 
-PASSED = {"positions", "hidden_states", "residual"}  # what lmc can pass to a layer
 MOST_RUNS = 4096  # maximal number of runs in a batch for a GPU backend, which allocates buffers for them
 
 
@@ -50,6 +49,7 @@ class PagedRows:
     batches: list[RowBatch]
     states: torch.Tensor  # [T, E], empty before layer 0
     residual: torch.Tensor  # [T, E]
+    given: list[Given] = field(default_factory=list)  # by layer, what it gets in addition; empty if nothing
 
 
 class NativeLayers:
@@ -78,8 +78,7 @@ class NativeLayers:
         # Whether the engine has compiled the model as a whole. Compilation has then ended before this point. The
         # language model of a multimodal model is compiled for embeddings instead of tokens.
         self.compiled = language is model and not getattr(language.model, "do_not_compile", True)
-        self._signature = inspect.signature(self._layers[0].forward)
-        self._takes_residual = "residual" in self._signature.parameters
+        self._calls = calls_of(self._layers)
         kinds = vllm_api.Attention, vllm_api.MLAAttention
         attentions = [[module for module in layer.modules() if isinstance(module, kinds)] for layer in self._layers]
         if any(len(modules) != 1 for modules in attentions):
@@ -150,13 +149,13 @@ class NativeLayers:
     def keep(self, rows: PagedRows, kept: torch.Tensor, blocks: torch.Tensor, size: int) -> PagedRows:
         """Return copies of the rows at the ascending indices `kept`, after at least one layer has run."""
         positions = rows.positions[kept]
-        batches = self._batches(positions, blocks, size)
         return PagedRows(
             positions,
             rows.tokens[kept],
-            batches,
+            self._batches(positions, blocks, size),
             rows.states[kept],
-            rows.residual[kept if self._takes_residual else slice(0)],
+            rows.residual[kept if self._calls.takes_residual else slice(0)],
+            [rows_of(given, kept, len(rows.positions)) for given in rows.given],
         )
 
     def run(self, layer: int, rows: PagedRows, batch: RowBatch, attention: Attention | None = None) -> None:
@@ -166,22 +165,17 @@ class NativeLayers:
         `attention` that returns a result without calling the engine's attention.
         """
         if not len(rows.states):
-            rows.states = self._embedded(rows.tokens, rows.positions)
+            rows.states, rows.given = self._before(rows.tokens, rows.positions)
             rows.residual = torch.zeros_like(rows.states)
+        positions, count = rows.positions[batch.rows], len(rows.positions)
         # The rows are cloned, because the layer may end early and kernels may work in place.
-        given: dict[str, Any] = {
-            "positions": rows.positions[batch.rows],
-            "hidden_states": rows.states[batch.rows].clone(),
-        }
-        residual = rows.residual[batch.rows].clone()  # Layer 0 takes as much memory as others, because it is measured.
-        if self._takes_residual:
-            given["residual"] = None if layer == 0 else residual
+        given = rows.states[batch.rows].clone(), rows.residual[batch.rows].clone()
+        more = rows_of(rows.given[layer], batch.rows, count) if rows.given else {}
         try:
-            with self._replaced(layer, batch, attention or writes_and_attends), self._context(len(given["positions"])):
-                result = self._layers[layer](**given)
+            with self._replaced(layer, batch, attention or writes_and_attends), self._context(len(positions)):
+                states, residual = self._calls.call(layer, *given, positions, more)
         except EndOfLayer:
             return
-        states, residual = result if isinstance(result, tuple) else (result, None)
         # The residual is written first, because a kernel that works in place may return layer 0's input as residual.
         if residual is not None:  # Layers of Gemma 4 take a residual, and neither use nor return one.
             rows.residual[batch.rows] = residual
@@ -210,27 +204,20 @@ class NativeLayers:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _embedded(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states `[T, E]` that the model gives to its layer 0 (some models scale embeddings)."""
-        caught: list[torch.Tensor] = []
+    def _before(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[Given]]:
+        """Return the hidden states `[T, E]` before layer 0 (some models scale embeddings), and what each layer gets."""
 
-        def catch(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-            given = self._signature.bind(*arguments, **named).arguments
-            if more := [name for name, value in given.items() if value is not None and name not in PASSED]:
-                raise UnsupportedModel(f"its layers are called with {', '.join(more)}")
-            caught.append(given["hidden_states"])
-            raise EndOfLayer
-
-        handle = self._layers[0].register_forward_pre_hook(catch, with_kwargs=True)
-        try:
-            with suppress(EndOfLayer), self._context(len(tokens)):
+        def run() -> None:
+            with self._context(len(tokens)):
                 self._model(tokens, positions)
-        finally:
-            handle.remove()
-        return caught[0]
+
+        return self._calls.begin(run)
 
     def _rotations(self) -> list[Rotation]:
         """Return the rotation of each layer: that of the RoPE it calls, which it may have and not call."""
+        if isinstance(self._calls, TransformersLayers):
+            with torch.inference_mode():
+                return self._calls.rotations(self._run_at, self._keys_at, self.longest, self.device)
         made: dict[Any, Rotation] = {}
         for layer in self._layers:
             for rope in (module for module in layer.modules() if _is_rope(module)):
@@ -247,6 +234,25 @@ class NativeLayers:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _run_at(self, positions: torch.Tensor) -> None:
+        """Run the model on token 1 at these positions. Nothing is written."""
+        with self._context(len(positions)):
+            self._model(torch.ones_like(positions), positions)
+
+    def _keys_at(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
+        """Return the keys `[T, H, D]` that a layer writes for token 1 at positions of block 1, which is unused.
+
+        Token 0 may be padding, whose hidden state may be zero.
+        """
+        blocks, access = torch.ones_like(positions), self.access[layer]
+        rows = self.begin(torch.ones(self.block_size, dtype=torch.long, device=self.device), positions, blocks, 8)
+        for batch in rows.batches:
+            self.run(layer, rows, batch, only_writes)
+        slots = self.slots(blocks, positions)
+        keys, values = access.gather(slots)
+        access.scatter(slots, torch.zeros_like(keys), torch.zeros_like(values))
+        return keys
 
     def _rope_called(self, layer: int, rows: PagedRows, called: list[Any]) -> Any | None:
         """Return the RoPE that a layer calls; RoPEs add themselves to `called`. No keys are written."""
@@ -437,16 +443,10 @@ def _cut(positions: torch.Tensor, size: int, runs: int) -> list[slice]:
 
 
 def _layers_of(language: Any) -> list[Any]:
-    """Return the decoder layers of a language model. Raises `UnsupportedModel` if lmc cannot call them."""
+    """Return the decoder layers of a language model. Raises `UnsupportedModel` if lmc does not find them."""
     layers = list(getattr(getattr(language, "model", None), "layers", ()))
     if not layers or not hasattr(language, "config"):
         raise UnsupportedModel(f"{type(language).__name__} does not keep its decoder layers in model.layers")
-    for kind in {type(layer): layer for layer in layers}.values():
-        parameters = inspect.signature(kind.forward).parameters
-        named = [one for one in parameters.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-        more = [one.name for one in named if one.default is one.empty and one.name not in PASSED]
-        if more or not {"positions", "hidden_states"} <= parameters.keys():
-            raise UnsupportedModel(f"its layers are called with {', '.join(one.name for one in named)}")
     return layers
 
 
