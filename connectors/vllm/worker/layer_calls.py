@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,23 +26,6 @@ RunModel = Callable[[torch.Tensor], None]  # runs the model on one token at `pos
 KeysAt = Callable[[int, torch.Tensor], torch.Tensor]  # the keys [T, H, D] of that token in a layer, at `positions [T]`
 
 
-class LayerCalls(Protocol):
-    """The decoder layers of a model."""
-
-    takes_residual: bool
-
-    def begin(self, run: Callable[[], None]) -> tuple[torch.Tensor, list[Given]]:
-        """Return the hidden states `[T, E]` before layer 0, and what each layer gets.
-
-        `run` runs the model on the rows.
-        """
-
-    def call(
-        self, layer: int, states: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, given: Given
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Call a layer with rows `[T, E]`, and return the states and the residual after it."""
-
-
 class OwnLayers:
     """Layers of vLLM's own models, which are called with positions, hidden states and perhaps a residual."""
 
@@ -51,7 +34,10 @@ class OwnLayers:
         self.takes_residual = "residual" in self._signature.parameters
 
     def begin(self, run: Callable[[], None]) -> tuple[torch.Tensor, list[Given]]:
-        """See `LayerCalls.begin`. Raises `UnsupportedModel` if the model passes more to its layers."""
+        """Return the hidden states `[T, E]` before layer 0, and what each layer gets in addition; here nothing.
+
+        `run` runs the model on the rows. Raises `UnsupportedModel` if the model passes more to its layers.
+        """
         caught: list[torch.Tensor] = []
 
         def catch(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -72,7 +58,7 @@ class OwnLayers:
     def call(
         self, layer: int, states: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, given: Given
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `LayerCalls.call`."""
+        """Call a layer with rows `[T, E]`, and return the states and the residual after it."""
         more = {"residual": residual if layer else None} if self.takes_residual else {}
         found = self._layers[layer](positions=positions, hidden_states=states, **more)
         return found if isinstance(found, tuple) else (found, None)
@@ -87,7 +73,7 @@ class TransformersLayers:
         self._layers = layers
 
     def begin(self, run: Callable[[], None]) -> tuple[torch.Tensor, list[Given]]:
-        """See `LayerCalls.begin`."""
+        """See `OwnLayers.begin`. Raises `UnsupportedModel` if the model passes something unknown."""
         caught: list[tuple[torch.Tensor, Given]] = []
         with self._caught(caught), suppress(EndOfLayer):
             run()
@@ -116,7 +102,7 @@ class TransformersLayers:
     def call(
         self, layer: int, states: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, given: Given
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `LayerCalls.call`."""
+        """See `OwnLayers.call`."""
         found = self._layers[layer](states[None], **given)
         return (found[0] if isinstance(found, tuple) else found)[0], None
 
