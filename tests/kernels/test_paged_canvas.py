@@ -1,6 +1,5 @@
 """The paged canvas over pages as vLLM's GPU backends have them, with the kernels in Triton and with those in torch."""
 
-import inspect
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from lmc.blend.strategies import RecomputePolicy
 from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.messages import BlendJob
 from lmc.connectors.vllm.worker.canvas import BatchRows, PagedCanvas
+from lmc.connectors.vllm.worker.layer_calls import OwnLayers
 from lmc.connectors.vllm.worker.memory import memory_for
 from lmc.connectors.vllm.worker.native import MOST_RUNS, NativeLayers
 from lmc.connectors.vllm.worker.paged import TokenAccess
@@ -113,7 +113,7 @@ class FewLayers(NativeLayers):
         self.attentions = [LayerAttention(scale=DIM**-0.5, rotation=rotation)] * len(caches)
         self.shape = KVShape(layers=3, kv_heads=HEADS, head_dim=DIM, dtype=torch.float32)
         self.shapes, self._kinds, self.computes = [self.shape] * 3, [None] * 3, torch.float32
-        self._signature, self._takes_residual = inspect.signature(self._layers[0].forward), True
+        self._calls = OwnLayers(self._layers)
 
         def model(tokens: torch.Tensor, positions: torch.Tensor) -> None:
             """As the engine has compiled it: no layer is called by lmc."""
