@@ -43,6 +43,17 @@ class LayerAttention:
         return positions - positions % self.chunk if self.chunk else torch.zeros_like(positions)
 
 
+def absorbed(query: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
+    """Return the queries of a latent layer `[T, Q, D]` that fit its rotated keys and latent vectors, side by side.
+
+    A query has the dimensions that are not rotated first. `projection [Q, D, L]` makes keys of latent vectors; here it
+    is applied to queries instead (DeepSeek-V2, arXiv 2405.04434, 2.1.2).
+    """
+    plain, rotated = query.tensor_split((projection.shape[1],), dim=-1)
+    latent = torch.bmm(plain.transpose(0, 1), projection).transpose(0, 1)
+    return torch.cat((rotated, latent), dim=-1)
+
+
 def turns_of(attentions: Sequence[LayerAttention], old: torch.Tensor, new: torch.Tensor) -> list[Turn]:
     """Return, by layer, the rotation that moves keys from the positions `old [T]` to the positions `new [T]`.
 

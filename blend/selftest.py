@@ -27,7 +27,8 @@ LONGEST = 16384  # tokens of a context with enough keys for all programs, so tha
 QUESTION_SIZES = (QUESTION_SIZE, 24, 64)  # tokens of questions that need differently compiled kernels on a GPU
 # Differences, relative to the largest value, that are always allowed.
 FLOOR = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# A number of 8 bits that falls to the other side is off by an eighth, or a fourth; a moved key is rounded twice.
+# Two prefills may round a value to neighbouring numbers of 8 bits, which differ by up to an eighth (e4m3) or a fourth
+# (e5m2). A moved key is rounded twice.
 FLOOR |= {torch.float8_e4m3fn: 0.15, torch.float8_e5m2: 0.3}
 # Allowed difference, as a multiple of the model's noise: the difference between a prefill in one chunk and in two.
 NOISE = 8

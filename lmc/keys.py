@@ -46,7 +46,7 @@ class Namespace:
     dtype: str
     layers: int
     kv_heads: int  # KV heads of one rank
-    head_dim: int | str
+    head_dim: int | str  # of keys; text such as 64+512 if that of values differs
     rope: str
     chunk_size: int
     tensor_parallel: int = 1

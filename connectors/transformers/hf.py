@@ -76,21 +76,10 @@ def model_facts(name: str | Path, dtype: str | None = None) -> ModelFacts:
             raise InputError(f"lmc does not serve {name}: it has layers with a state ({', '.join(states)})")
         if others := sorted(kinds - ATTENTION_KINDS):
             raise InputError(f"lmc does not know the sizes of the layers of {name}: {', '.join(others)}")
-        rank, heads = getattr(config, "kv_lora_rank", None), config.num_attention_heads
-        if rank:
-            kv_heads, head_dim, value_dim = 1, config.qk_rope_head_dim, rank
-            kept = f"with MLA, {rank + config.qk_rope_head_dim} values each"
-        else:
-            kv_heads = getattr(config, "num_key_value_heads", None) or heads
-            head_dim = value_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-            kept = f"with {kv_heads} KV heads of {head_dim}"
-        shape = KVShape(
-            layers=config.num_hidden_layers,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            dtype=torch_dtype or config.dtype or whole.dtype or torch.bfloat16,
-        )
+        shape = shape_of(config, torch_dtype or config.dtype or whole.dtype or torch.bfloat16)
+        kept = f"with {shape.kv_heads} KV heads of {shape.head_dim}"
+        if is_latent(config):
+            kept = f"with MLA, {sum(shape.dims)} values each"
     except (OSError, ValueError, AttributeError) as error:
         if isinstance(error, InputError):
             raise
@@ -101,6 +90,23 @@ def model_facts(name: str | Path, dtype: str | None = None) -> ModelFacts:
         positions=getattr(config, "max_position_embeddings", None) or 0,
         architecture=(whole.architectures or ["a model without an architecture"])[0],
         unblended=_unblended(config, kinds),
+    )
+
+
+def is_latent(config: Any) -> bool:
+    """Return whether the layers of a model keep latent vectors instead of keys and values for each head (MLA)."""
+    return bool(getattr(config, "kv_lora_rank", None))
+
+
+def shape_of(config: Any, dtype: torch.dtype) -> KVShape:
+    """Return the shape of a token's KV, from the configuration of a text model."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    key_dim = value_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if is_latent(config):
+        kv_heads, key_dim, value_dim = 1, config.qk_rope_head_dim, config.kv_lora_rank
+    return KVShape(
+        layers=config.num_hidden_layers, kv_heads=kv_heads, head_dim=key_dim, value_dim=value_dim, dtype=dtype
     )
 
 

@@ -16,13 +16,12 @@ from transformers import AttentionInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from lmc.blend.canvas import KV, EndOfLayer
-from lmc.blend.layer_attention import LayerAttention
+from lmc.blend.layer_attention import LayerAttention, absorbed
 from lmc.blend.measured_rope import PROBED, Angles, rotations_by_layer, rotations_of, way_between
 from lmc.blend.rope import check_rope
-from lmc.connectors.transformers.hf import cache_argument
+from lmc.connectors.transformers.hf import cache_argument, is_latent, shape_of
 from lmc.engine.identity import rope_name
 from lmc.errors import UnsupportedModel
-from lmc.shapes import KVShape
 
 NAME = "lmc"  # of lmc's attention function in transformers
 KINDS = {"full_attention", "sliding_attention"}  # layers whose keys are hidden by nothing but a window
@@ -62,7 +61,7 @@ class LatentRows:
 
 
 class Projections(NamedTuple):
-    """The projections of latent vectors to keys and values of each head (DeepSeek-V2, arXiv 2405.04434, 2.1.2)."""
+    """The projections of latent vectors to keys and values of each head."""
 
     keys: torch.Tensor  # [Q, D, L]
     values: torch.Tensor  # [Q, D, L]
@@ -73,11 +72,6 @@ class Projections(NamedTuple):
         dims = attention.qk_nope_head_dim, attention.v_head_dim
         by_head = attention.kv_b_proj.weight.view(attention.num_heads, sum(dims), -1)
         return cls(*by_head.split(dims, dim=1))
-
-    def absorbed(self, query: torch.Tensor) -> torch.Tensor:
-        """Return queries `[T, Q, D]` that fit rotated keys and latent vectors, side by side."""
-        plain, rotated = query.split((self.keys.shape[1], query.shape[-1] - self.keys.shape[1]), dim=-1)
-        return torch.cat((rotated, torch.einsum("tqd,qdl->tql", plain, self.keys)), dim=-1)
 
 
 class DecoderLayers:
@@ -93,23 +87,16 @@ class DecoderLayers:
             raise UnsupportedModel(f"models of type {config.model_type!r} cannot be blended with transformers")
         check_rope(getattr(config, "rope_parameters", None) or {})
         self._config, self._model, self._body, self._layers = config, model, model.model, model.model.layers
-        weight, heads = self._body.embed_tokens.weight, config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_dim = value_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        rank = getattr(config, "kv_lora_rank", None)
-        if rank:
-            kv_heads, head_dim, value_dim = 1, config.qk_rope_head_dim, rank
-        self.latent, self._cache = bool(rank), cache_argument(model)
+        weight, self._cache = self._body.embed_tokens.weight, cache_argument(model)
+        self.latent = is_latent(config)
         self.kinds: list[str] = list(kinds)  # by layer
         self.vocabulary: int = config.vocab_size
         self.positions: int = config.max_position_embeddings
-        self.shape = KVShape(
-            layers=self.depth, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, dtype=weight.dtype
-        )
+        self.shape = shape_of(config, weight.dtype)
         self.device: torch.device = weight.device
         try:
             with torch.inference_mode():
-                self._projections = [Projections.of(layer.self_attn) for layer in self._layers] if rank else []
+                self._projections = [Projections.of(layer.self_attn) for layer in self._layers] if self.latent else []
                 self._seen = self._examined()
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise UnsupportedModel(
@@ -190,7 +177,7 @@ class DecoderLayers:
         """Return an attention function for a layer with MLA, which calls `attend` with latent rows."""
 
         def attend_by_heads(query: torch.Tensor, *others: Any) -> torch.Tensor | None:
-            attended = attend(projections.absorbed(query), rows.rotated, rows.latent, others[-1])
+            attended = attend(absorbed(query, projections.keys), rows.rotated, rows.latent, others[-1])
             return None if attended is None else torch.einsum("tql,qdl->tqd", attended, projections.values)
 
         return attend_by_heads

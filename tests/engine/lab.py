@@ -522,3 +522,18 @@ def distance(one: Any, other: Any) -> float:
 def agree(one: Any, other: Any) -> bool:
     """Whether two answers have the same tokens, and logprobs that differ by no more than float32 does."""
     return answer(one) == answer(other) and distance(one, other) <= SAME
+
+
+def check_at_ratio_1(lab: Lab, strategy: str) -> None:
+    """At ratio 1 a blend of `PROMPT` is the engine's own prefill; the control is that blind reuse is not."""
+    wanted = lab.vanilla(PROMPT.tokens)
+    lab.learn(DOCUMENTS)
+    lab.forget_pages()
+    blind = lab.ask(PROMPT.tokens, PROMPT.blend(strategy="none"))
+    assert distance(blind, wanted) > 100 * SAME, "the control: stored KV is used"
+    lab.forget_prefixes()
+    lab.forget_pages()
+    found = lab.ask(PROMPT.tokens, PROMPT.blend(strategy=strategy, ratio=1.0))
+    assert facts(found)["reused_tokens"] == sum(map(len, DOCUMENTS))
+    assert agree(found, wanted)
+    lab.check()

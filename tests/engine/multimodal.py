@@ -1,6 +1,5 @@
 """Small multimodal models with random weights in a real engine. `test_multimodal.py` runs this with `vision.py`."""
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -8,23 +7,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from lab import SIZES, Prompt, answer, distance, engine, facts
+from lab import DOCUMENTS, SAME, SIZES, check_at_ratio_1, distance, engine, facts, words
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-SAME = 1e-5  # logprobs, float32
 SIDE, PATCH = 56, 14  # pixels
-WORDS = {
-    0: "<pad>",
-    1: "<bos>",
-    2: "<eos>",
-    3: "<unk>",
-    1004: "\n",
-    1005: "\n\n",
-    1006: "\n\n\n",
-    1007: "\n\n\n\n",
-    1008: "#",
-}
+# Words of the tokenizer. Those of images are outside of the random tokens that documents consist of.
+WORDS = dict(enumerate(("<pad>", "<bos>", "<eos>", "<unk>", "\n", "\n\n", "\n\n\n", "\n\n\n\n", "#")))
 MROPE = {"rope_type": "default", "rope_theta": 10000.0}
 VISION = {
     "intermediate_size": 64,
@@ -33,10 +22,19 @@ VISION = {
     "patch_size": PATCH,
     "out_hidden_size": SIZES["hidden_size"],
 }
-QWEN_TOKENS = {1000: "<|image_pad|>", 1001: "<|video_pad|>", 1002: "<|vision_start|>", 1003: "<|vision_end|>"}
-QWEN_IDS = {"image_token_id": 1000, "video_token_id": 1001, "vision_start_token_id": 1002, "vision_end_token_id": 1003}
+QWEN_TOKENS = {1020: "<|image_pad|>", 1021: "<|video_pad|>", 1022: "<|vision_start|>", 1023: "<|vision_end|>"}
+QWEN_IDS = {"image_token_id": 1020, "video_token_id": 1021, "vision_start_token_id": 1022, "vision_end_token_id": 1023}
 QWEN_PATCHES = {"patch_size": PATCH, "temporal_patch_size": 2, "merge_size": 2}
-IMAGE = [1002, 1000, 1003]  # an image in a prompt of Qwen's
+IMAGE = [1022, 1020, 1023]  # an image in a prompt of Qwen's
+
+
+def qwen_processor(kind: Any, videos: Any) -> Any:
+    """Return a processor of prompts with images and videos."""
+    return kind(
+        image_processor=transformers.Qwen2VLImageProcessor(**QWEN_PATCHES),
+        tokenizer=tokenizer(QWEN_TOKENS),
+        video_processor=videos(**QWEN_PATCHES),
+    )
 
 
 def qwen3vl() -> tuple[Any, Any]:
@@ -47,11 +45,7 @@ def qwen3vl() -> tuple[Any, Any]:
         vision_config={**VISION, "hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
         **QWEN_IDS,
     )
-    processor = transformers.Qwen3VLProcessor(
-        image_processor=transformers.Qwen2VLImageProcessor(**QWEN_PATCHES),
-        tokenizer=tokenizer(QWEN_TOKENS),
-        video_processor=transformers.Qwen3VLVideoProcessor(**QWEN_PATCHES),
-    )
+    processor = qwen_processor(transformers.Qwen3VLProcessor, transformers.Qwen3VLVideoProcessor)
     return transformers.Qwen3VLForConditionalGeneration(config), processor
 
 
@@ -62,11 +56,7 @@ def qwen25vl() -> tuple[Any, Any]:
         vision_config={**VISION, "hidden_size": 64, "fullatt_block_indexes": [1]},
         **QWEN_IDS,
     )
-    processor = transformers.Qwen2_5_VLProcessor(
-        image_processor=transformers.Qwen2VLImageProcessor(**QWEN_PATCHES),
-        tokenizer=tokenizer(QWEN_TOKENS),
-        video_processor=transformers.Qwen2VLVideoProcessor(**QWEN_PATCHES),
-    )
+    processor = qwen_processor(transformers.Qwen2_5_VLProcessor, transformers.Qwen2VLVideoProcessor)
     return transformers.Qwen2_5_VLForConditionalGeneration(config), processor
 
 
@@ -81,9 +71,9 @@ def gemma3() -> tuple[Any, Any]:
             "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
             "image_size": SIDE, "patch_size": PATCH,
         },
-        mm_tokens_per_image=4, image_token_index=1000, boi_token_index=1001, eoi_token_index=1002,
+        mm_tokens_per_image=4, image_token_index=1020, boi_token_index=1021, eoi_token_index=1022,
     )  # fmt: skip
-    names = {1000: "<image>", 1001: "<begin>", 1002: "<end>"}
+    names = {1020: "<image>", 1021: "<begin>", 1022: "<end>"}
     own = {"image_token": "<image>", "boi_token": "<begin>", "eoi_token": "<end>"}
     processor = transformers.Gemma3Processor(
         image_processor=transformers.Gemma3ImageProcessor(size={"height": SIDE, "width": SIDE}),
@@ -99,25 +89,16 @@ MODELS = {model.__name__: model for model in (qwen3vl, qwen25vl, gemma3)}
 def tokenizer(special: dict[int, str], **more: Any) -> Any:
     """Return a tokenizer that splits text at white space, with a word for each token."""
     known = {**WORDS, **special}
-    words = Tokenizer(models.WordLevel({known.get(i, f"w{i}"): i for i in range(1024)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    by_word = Tokenizer(models.WordLevel({known.get(i, f"w{i}"): i for i in range(1024)}, unk_token="<unk>"))
+    by_word.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     more = more or {"additional_special_tokens": list(special.values())}
     names = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **names, **more)
-
-
-def words(count: int, seed: int) -> list[int]:
-    """Random tokens, none of them special."""
-    draw = random.Random(seed)
-    return [draw.randrange(20, 990) for _ in range(count)]
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=by_word, **names, **more)
 
 
 def image(seed: int) -> Image.Image:
     """A random image."""
     return Image.fromarray(np.random.RandomState(seed).randint(0, 255, (SIDE, SIDE, 3), dtype=np.uint8))
-
-
-DOCUMENTS = [words(150, 1), words(300, 2), words(150, 3)]
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -134,24 +115,11 @@ def lab(request, tmp_path_factory):
 
 @pytest.mark.parametrize("strategy", ["union", "deviation"])
 def test_at_ratio_1_a_prompt_of_text_is_full_prefill(lab, strategy):
-    prompt = Prompt([DOCUMENTS[i] for i in (2, 0, 1)])
-    prompt.tokens = [token if token < 1000 else 500 for token in prompt.tokens]
-    wanted = lab.vanilla(prompt.tokens)
-    lab.learn(DOCUMENTS)
-    lab.forget_pages()
-    blind = lab.ask(prompt.tokens, prompt.blend(strategy="none"))
-    assert distance(blind, wanted) > 100 * SAME, "the control: stored KV is used"
-    lab.forget_prefixes()
-    lab.forget_pages()
-    found = lab.ask(prompt.tokens, prompt.blend(strategy=strategy, ratio=1.0))
-    assert facts(found)["reused_tokens"] == sum(map(len, DOCUMENTS))
-    assert answer(found) == answer(wanted)
-    assert distance(found, wanted) <= SAME
-    lab.check()
+    check_at_ratio_1(lab, strategy)
 
 
 def test_prompts_with_images_are_served_exactly(lab):
-    """The tokens behind an image have other positions, and another image means other KV."""
+    """The tokens after an image have other positions, and another image means other KV."""
     if lab.name == "gemma3":
         pytest.skip("transformers' and vLLM's names of the weights of its vision model differ")
     tokens = words(37, 0) + IMAGE + DOCUMENTS[0] + DOCUMENTS[1] + words(30, 5)

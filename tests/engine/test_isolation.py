@@ -23,11 +23,10 @@ def shared(request, models, shared_engine):
 
 
 @pytest.fixture
-def caching(lab):
-    """The engine, if it has a prefix cache of its own: vLLM's CPU build switches it off for MLA."""
+def has_prefix_cache(lab):
+    """vLLM's CPU build switches its own prefix cache off for MLA."""
     if not lab.scheduler.cache_config.enable_prefix_caching:
         pytest.skip("this engine has no prefix cache")
-    return lab
 
 
 @pytest.fixture
@@ -95,8 +94,8 @@ def test_plain_and_blended_requests_in_the_same_steps_do_not_mix(lab):
     assert not any(agree(out, wanted) for out in alone), "the control: they are approximate"
 
 
-def test_the_same_blend_again_finds_its_own_blocks(caching):
-    lab = caching
+@pytest.mark.usefixtures("has_prefix_cache")
+def test_the_same_blend_again_finds_its_own_blocks(lab):
     wish = PROMPT.blend(strategy="union", ratio=0.15)
     first = lab.ask(PROMPT.tokens, wish)
     blends = lab.numbers["blends"]
@@ -124,8 +123,8 @@ def test_another_blend_does_not_find_them(lab, change):
     assert agree(out, lab.ask(tokens, wish))
 
 
-def test_several_answers_to_one_prompt_go_on_from_one_blend(caching):
-    lab = caching
+@pytest.mark.usefixtures("has_prefix_cache")
+def test_several_answers_to_one_prompt_go_on_from_one_blend(lab):
     before = lab.numbers.get("blends", 0)
     out = lab.ask(PROMPT.tokens, PROMPT.blend(), n=2, temperature=1.0, seed=0)
     assert len(out.outputs) == 2

@@ -2,16 +2,15 @@
 
 import pytest
 import torch
-from lab import DOCUMENTS, PROMPT, answer, distance, engine, facts
+from lab import DOCUMENTS, PROMPT, SAME, check_at_ratio_1, distance, engine, facts
 from stepping import layers_of_lmc, poison
 from vllm.model_executor.layers.attention import attention
 
 pytestmark = pytest.mark.skipif(
     not torch.cpu._is_avx512_supported(), reason="vLLM's CPU build has KV caches of 8 bits only with AVX-512"
 )
-SAME = 1e-5  # logprobs, float32: each number is rounded as the engine rounds it
 SCALES = {"_k_scale": 0.02, "_v_scale": 0.07}  # of a checkpoint; the engine's default is 1
-ORDER = sum(map(len, DOCUMENTS))
+ALL_DOCUMENTS = sum(map(len, DOCUMENTS))  # tokens
 
 
 @pytest.fixture(scope="module", params=["fp8", pytest.param("fp8_e5m2", marks=pytest.mark.long)])
@@ -32,18 +31,8 @@ def lab(request, models):
 
 @pytest.mark.parametrize("strategy", ["union", "deviation"])
 def test_at_ratio_1_the_blend_is_the_engine_s_own_prefill(lab, strategy):
-    wanted = lab.vanilla(PROMPT.tokens)
-    lab.learn(DOCUMENTS)
-    lab.forget_pages()
-    blind = lab.ask(PROMPT.tokens, PROMPT.blend(strategy="none"))
-    assert distance(blind, wanted) > 100 * SAME, "the control: stored KV is used"
-    lab.forget_prefixes()
-    lab.forget_pages()
-    found = lab.ask(PROMPT.tokens, PROMPT.blend(strategy=strategy, ratio=1.0))
-    assert facts(found)["reused_tokens"] == ORDER
-    assert answer(found) == answer(wanted)
-    assert distance(found, wanted) <= SAME
-    lab.check()
+    """Each number is rounded as the engine rounds it."""
+    check_at_ratio_1(lab, strategy)
 
 
 def test_documents_are_stored_in_8_bits(lab):
@@ -69,5 +58,5 @@ def test_pages_are_loaded_again_as_they_were(lab):
     lab.forget_prefixes()
     poison()
     found = lab.ask(PROMPT.tokens, {"blend": False})
-    assert facts(found)["exact_tokens"] > ORDER
+    assert facts(found)["exact_tokens"] > ALL_DOCUMENTS
     assert distance(found, wanted) <= SAME

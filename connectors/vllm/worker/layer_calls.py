@@ -53,7 +53,7 @@ class OwnLayers:
                 run()
         finally:
             handle.remove()
-        return caught[0], []
+        return caught[0], [{}] * len(self._layers)
 
     def call(
         self, layer: int, states: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, given: Given

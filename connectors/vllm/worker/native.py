@@ -17,7 +17,7 @@ import torch
 
 from lmc.blend.canvas import KV, Attention, EndOfLayer, Paged, only_writes, writes_and_attends
 from lmc.blend.kernels.choice import TORCH, kernels_of
-from lmc.blend.layer_attention import LayerAttention
+from lmc.blend.layer_attention import LayerAttention, absorbed
 from lmc.blend.rope import UNROTATED, Rotation
 from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.model_kinds import specs_of
@@ -49,7 +49,7 @@ class PagedRows:
     batches: list[RowBatch]
     states: torch.Tensor  # [T, E], empty before layer 0
     residual: torch.Tensor  # [T, E]
-    given: list[Given] = field(default_factory=list)  # by layer, what it gets in addition; empty if nothing
+    given: list[Given] = field(default_factory=list)  # by layer, what it gets in addition; empty before layer 0
 
 
 class NativeLayers:
@@ -170,7 +170,7 @@ class NativeLayers:
         positions, count = rows.positions[batch.rows], len(rows.positions)
         # The rows are cloned, because the layer may end early and kernels may work in place.
         given = rows.states[batch.rows].clone(), rows.residual[batch.rows].clone()
-        more = rows_of(rows.given[layer], batch.rows, count) if rows.given else {}
+        more = rows_of(rows.given[layer], batch.rows, count)
         try:
             with self._replaced(layer, batch, attention or writes_and_attends), self._context(len(positions)):
                 states, residual = self._calls.call(layer, *given, positions, more)
@@ -299,8 +299,7 @@ class NativeLayers:
             module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor,
             metadata: None, output: torch.Tensor, **more: Any,
         ) -> torch.Tensor:  # fmt: skip
-            def engine() -> None:
-                built = self._metadata(batch, self._kinds[layer])
+            def engine(built: Any) -> None:
                 original(module, query, key, value, cache, built, output, **more)
 
             rows = self._unquantised(module, query), key, value
@@ -313,11 +312,10 @@ class NativeLayers:
             query: torch.Tensor, latent: torch.Tensor, rotated: torch.Tensor, cache: torch.Tensor,
             metadata: None, output: torch.Tensor, **more: Any,
         ) -> torch.Tensor:  # fmt: skip
-            def engine() -> None:
-                built = self._metadata(batch, self._kinds[layer])
+            def engine(built: Any) -> None:
                 original(query, latent, rotated, cache, built, output=output, **more)
 
-            rows = absorbed(module, query), rotated, latent[:, None]
+            rows = absorbed(query, module.W_UK_T), rotated, latent[:, None]
             attended = self._attended(layer, batch, attention, rows, engine, output)
             if attended is not output:
                 module._v_up_proj(attended, out=output)
@@ -336,11 +334,12 @@ class NativeLayers:
 
     def _attended(
         self, layer: int, batch: RowBatch, attention: Attention, rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        engine: Callable[[], None], output: torch.Tensor,
+        engine: Callable[[Any], None], output: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         """Return what `attention` returns for the queries, keys and values of a batch, `[T, Q, D]` and `[T, H, D]`.
 
-        `engine` computes the engine's own attention into `output`. Raises `EndOfLayer` if the attention ends the layer.
+        `engine` computes the engine's own attention into `output`, with metadata of the batch. Raises `EndOfLayer` if
+        the attention ends the layer.
         """
         common, (query, keys, values) = batch.common, rows
 
@@ -356,7 +355,7 @@ class NativeLayers:
                 return self.kernels.attend(
                     query, self._context_of(layer, common), common.positions, self.attentions[layer]
                 )
-            engine()
+            engine(self._metadata(batch, self._kinds[layer]))
             return output
 
         attended = attention(query, write, own)
@@ -406,16 +405,6 @@ class NativeLayers:
             positions=positions,
             causal=True,
         )
-
-
-def absorbed(attention: Any, query: torch.Tensor) -> torch.Tensor:
-    """Return the queries of MLA `[T, Q, D]` that fit its rotated keys and its latent vectors, side by side.
-
-    The projection of latent vectors to keys is applied to the query instead (DeepSeek-V2, arXiv 2405.04434, 2.1.2).
-    """
-    plain, rotated = query.split((attention.qk_nope_head_dim, attention.qk_rope_head_dim), dim=-1)
-    latent = torch.bmm(plain.transpose(0, 1), attention.W_UK_T).transpose(0, 1)
-    return torch.cat((rotated, latent), dim=-1)
 
 
 def _own_config(config: Any, runs: int) -> Any:

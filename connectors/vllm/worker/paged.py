@@ -172,13 +172,17 @@ class TokenAccess:
         self._attention, self._cache = attention, cache
         cache = cache.view(quantised_type(attention, cache) or cache.dtype)
         self.kernels, self.dtype, self.computes = kernels, cache.dtype, computes
-        self.head_dim: int = attention.head_size
-        self.value_dim = self.head_dim
-        if cache.dim() != 4 or cache.shape[3] != KV * self.head_dim:
-            raise UnsupportedModel("its KV cache does not store a key and a value for each head and token")
-        self.kv_heads = cache.shape[1]
-        keys, values = cache.split(self.head_dim, dim=-1)
+        keys, values = self._keys_and_values(cache)
+        self.kv_heads, self.head_dim, self.value_dim = keys.shape[1], keys.shape[3], values.shape[3]
         self.pages = Paged(keys, values, torch.empty(0, dtype=torch.int32))  # without the blocks of a prompt
+
+    def _keys_and_values(self, cache: torch.Tensor) -> Rows:
+        """Return the keys and values `[B, H, N, D]` in a cache."""
+        size: int = self._attention.head_size
+        if cache.dim() != 4 or cache.shape[3] != KV * size:
+            raise UnsupportedModel("its KV cache does not store a key and a value for each head and token")
+        keys, values = cache.split(size, dim=-1)
+        return keys, values
 
     @property
     def shape(self) -> KVShape:
@@ -262,16 +266,18 @@ class LatentAccess(TokenAccess):
     """
 
     def __init__(self, attention: Any, cache: torch.Tensor, kernels: Kernels, computes: torch.dtype) -> None:
-        """Prepare the access. Raises `UnsupportedModel` if rows have anything else."""
+        """Prepare the access. Raises `UnsupportedModel` if rows have anything else, or are quantised."""
         if quantised_type(attention, cache):
             raise UnsupportedModel("its KV cache is quantised, and it has MLA")
-        self.kernels, self.dtype, self.computes, self.kv_heads = kernels, cache.dtype, computes, 1
-        self.value_dim, self.head_dim = attention.kv_lora_rank, attention.qk_rope_head_dim
-        self._attention, self._cache = attention, cache.squeeze(1) if cache.dim() == 4 else cache
-        if self._cache.dim() != 3 or self._cache.shape[2] != self.value_dim + self.head_dim:
+        super().__init__(attention, cache.squeeze(1) if cache.dim() == 4 else cache, kernels, computes)
+
+    def _keys_and_values(self, cache: torch.Tensor) -> Rows:
+        """See `TokenAccess._keys_and_values`."""
+        sizes = self._attention.kv_lora_rank, self._attention.qk_rope_head_dim
+        if cache.dim() != 3 or cache.shape[2] != sum(sizes):
             raise UnsupportedModel("its KV cache does not store a latent vector and a rotated key for each token")
-        values, keys = self._cache[:, None].split((self.value_dim, self.head_dim), dim=-1)  # [B, 1, N, D]
-        self.pages = Paged(keys, values, torch.empty(0, dtype=torch.int32))
+        latent, rotated = cache[:, None].split(sizes, dim=-1)
+        return rotated, latent
 
     def scatter(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """See `TokenAccess.scatter`."""
