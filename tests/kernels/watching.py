@@ -22,7 +22,7 @@ KERNELS = [
     (place_triton, "_deviation"), (shift_triton, "_rotated"), (shift_triton, "_mean"), (shift_triton, "_alike"),
     (shift_triton, "_changes"), (shift_triton, "_correct"),
 ]  # fmt: skip
-PAID = 6  # index of the scores among the arguments of `_paid`
+PAID = attention_triton._paid.arg_names.index("paid")  # where the scores are among the arguments of `_paid`
 # Ways to read a value of keys `[H, N, D]`.
 READS = {
     "cpu": lambda keys: keys.cpu(),
