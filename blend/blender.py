@@ -242,7 +242,7 @@ class Blender(Generic[R]):
 
     def _check(self, layer: int, rows: R) -> Generator[Slice, None, R]:
         """Compute the check layer. Keeps the fresh keys and values of all rows, and returns the rows that go on."""
-        slots = self._canvas.slots(self._reused)
+        slots = self._canvas.slots(self._reused)[layer]
         stored = self._canvas.read(layer, slots)[0]
         for batch in self._canvas.batches(rows):
             self._canvas.run(layer, rows, batch, only_writes)

@@ -135,9 +135,9 @@ class Canvas(Protocol[R]):
         for layer in range(self.depth):
             self.run(layer, rows, batch, attention_of(layer))
 
-    def slots(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the slots `[T]` of the keys and values at `positions [T]`, which are the same in every layer."""
-        return positions
+    def slots(self, positions: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the slots `[T]` of the keys and values at `positions [T]`, by layer."""
+        return [positions] * self.depth
 
     def read(self, layer: int, slots: torch.Tensor) -> KV:
         """Return copies of the keys and values `[T, H, D]` at `slots [T]`."""

@@ -155,16 +155,17 @@ def _recomputed(canvas: Canvas[R], exact: Sequence[KV], *, through: bool = False
     ends = [at for at in range(length) if at < PROMPT_TOKENS // 2 or at >= length - PROMPT_TOKENS]
     positions = [at for at in ends if at % 11 in (1, 4, 5, 7, 8, 9) or at == length - 1]
     scattered = torch.tensor(positions, device=canvas.device)
+    overwritten = canvas.slots(scattered)
     for layer, (keys, values) in enumerate(exact):
-        canvas.write(layer, everything, keys, values)
-        canvas.write(layer, canvas.slots(scattered), -2 * keys.flip(0)[scattered], -2 * values.flip(0)[scattered])
+        canvas.write(layer, everything[layer], keys, values)
+        canvas.write(layer, overwritten[layer], -2 * keys.flip(0)[scattered], -2 * values.flip(0)[scattered])
     rows = canvas.begin(scattered, through=through)
     for batch in canvas.batches(rows) if through else ():
         canvas.run_through(rows, batch, lambda layer: None)
     for layer in range(0 if through else canvas.depth):
         for batch in canvas.batches(rows):
             canvas.run(layer, rows, batch)
-    return _largest((canvas.read(layer, everything) for layer in range(canvas.depth)), exact)
+    return _largest((canvas.read(layer, everything[layer]) for layer in range(canvas.depth)), exact)
 
 
 def _rotated(moved: Canvas[R], exact: Sequence[KV]) -> float:
@@ -172,7 +173,7 @@ def _rotated(moved: Canvas[R], exact: Sequence[KV]) -> float:
     moved.place(0)
     length = len(exact[0][0])
     document = torch.arange(length - DOCUMENT_TOKENS, length, device=moved.device)
-    return difference(moved.read(0, moved.slots(document))[0], exact[0][0][document])
+    return difference(moved.read(0, moved.slots(document)[0])[0], exact[0][0][document])
 
 
 def _turned(attentions: Sequence[LayerAttention], repeated: Sequence[KV]) -> float:

@@ -52,11 +52,11 @@ class Shift:
 
         Returns None for layer 0, whose keys and values depend only on the token, and if no tokens are shifted.
         """
-        if layer == 0 or not len(self._others):
+        if layer == 0 or not len(self._others[layer]):
             return None
 
         def attention(_: torch.Tensor, write: Callable[[], None], own: Own) -> torch.Tensor | None:
-            stored = self._canvas.read(layer, self._examples)
+            stored = self._canvas.read(layer, self._examples[layer])
             write()
             self._apply(layer, stored)
             return own()
@@ -65,11 +65,11 @@ class Shift:
 
     def _apply(self, layer: int, stored: KV) -> None:
         """Shift the other tokens. The recomputed tokens must have their new keys and values."""
-        canvas, others, kernels = self._canvas, self._others, self._canvas.kernels
+        canvas, others, kernels = self._canvas, self._others[layer], self._canvas.kernels
         if self._weights is None:
             back = self._examples_back[layer], self._others_back[layer]
             self._weights = kernels.weights_of(canvas, layer, stored[0], others, back, self._spans)
-        changes = kernels.changes_of(canvas, layer, self._examples, stored, self._examples_back[layer])
+        changes = kernels.changes_of(canvas, layer, self._examples[layer], stored, self._examples_back[layer])
         kernels.correct(canvas, layer, others, self._weights, changes, self._spans, self._others_forth[layer])
 
 

@@ -158,7 +158,7 @@ def test_a_document_that_waits_to_be_learned_or_is_being_learned_is_said_to(make
     lab.serve("one", prompt(DOC_A))
     assert lab.engine.learning
     assert why(explained(lab, prompt(DOC_A))) == ["it waits to be learned"]
-    plan = lab.scheduler.plan({}, lab.tables.get)
+    plan = lab.scheduler.plan({}, lab.tables_of)
     assert why(explained(lab, prompt(DOC_A))) == ["it is being learned"]
     report, received, _ = lab.workers.step(plan, set())
     lab.scheduler.reported(report, received)

@@ -461,7 +461,7 @@ def test_what_size_cannot_read_is_said(tmp_path: Path) -> None:
                 "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096,
             },
             131072,
-            "cannot be blended, and only equal beginnings of prompts are reused: no layer attends to the whole prompt",
+            "documents can be blended by vLLM with lmc (MistralForCausalLM)",
         ),
         (
             {

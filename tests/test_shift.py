@@ -31,9 +31,9 @@ ROTATION = Rotation(ANGLES.cos(), ANGLES.sin())
 
 
 class Tensors(Canvas):
-    """One layer of keys and values, and nothing that computes."""
+    """Keys and values that all layers share, and nothing that computes."""
 
-    depth = 1
+    depth = 3
     device = torch.device("cpu")
     kernels = TORCH
     attentions = (LayerAttention(scale=1.0, rotation=ROTATION),) * 3

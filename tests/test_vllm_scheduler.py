@@ -387,14 +387,14 @@ def test_a_chunk_is_visible_when_every_rank_has_reported_and_its_blocks_are_held
     lab = make(ranks=2)
     request = lab.arrive("one", PLAIN[:8])
     lab.admit(request)
-    assert not lab.scheduler.plan({"one": 8}, lambda name: lab.tables[name]).saves  # No first token waits for a copy.
-    (save,) = lab.scheduler.plan({}, lambda name: lab.tables[name]).saves
+    assert not lab.scheduler.plan({"one": 8}, lab.tables_of).saves  # No first token waits for a copy.
+    (save,) = lab.scheduler.plan({}, lab.tables_of).saves
     key = page_key(lab, request.block_hashes[1])
-    lab.scheduler.finished(request, [])
+    lab.scheduler.finished(request, [[]])
     lab.pool.free_blocks([lab.pool.blocks[b] for b in lab.tables["one"]])
     for _ in range(2):
         assert lab.store.lookup([key]) == [None]
-        assert [lab.pool.blocks[b].ref_cnt for b in save.blocks] == [1, 1]
+        assert [lab.pool.blocks[b].ref_cnt for b in save.tables[0]] == [1, 1]
         lab.scheduler.reported(StepReport(done={save.job: 1}), set())
     assert lab.store.lookup([key]) == ["host"]
     lab.scheduler.reported(StepReport(done={save.job: 1}), set())  # a report about nothing
@@ -404,8 +404,8 @@ def test_reports_of_ranks_add_up_and_one_failure_is_enough(make):
     lab = make(ranks=2)
     request = lab.arrive("one", PLAIN[:8])
     lab.admit(request)
-    lab.scheduler.plan({"one": 8}, lambda name: lab.tables[name])
-    (save,) = lab.scheduler.plan({}, lambda name: lab.tables[name]).saves
+    lab.scheduler.plan({"one": 8}, lab.tables_of)
+    (save,) = lab.scheduler.plan({}, lab.tables_of).saves
     merged = StepReport(done={save.job: 1}).merge(StepReport(done={save.job: 1}, failed={save.job}))
     lab.scheduler.reported(merged, set())
     assert lab.store.lookup([page_key(lab, request.block_hashes[1])]) == [None]
@@ -431,9 +431,9 @@ def test_a_window_s_missing_blocks_are_never_saved(make):
     request = lab.arrive("one", PLAIN[:16])
     lab.admit(request)
     gone, lab.tables["one"][0] = lab.tables["one"][0], 0
-    lab.scheduler.plan({"one": 16}, lambda name: lab.tables[name])
-    plan = lab.scheduler.plan({}, lambda name: lab.tables[name])
-    assert [save.blocks for save in plan.saves] == [tuple(lab.tables["one"][2:4])]
+    lab.scheduler.plan({"one": 16}, lab.tables_of)
+    plan = lab.scheduler.plan({}, lab.tables_of)
+    assert [save.tables for save in plan.saves] == [(tuple(lab.tables["one"][2:4]),)]
     lab.workers.step(plan, set())
     lab.scheduler.reported(StepReport(done={plan.saves[0].job: 1}), set())
     lab.tables["one"][0] = gone
@@ -447,12 +447,12 @@ def test_nothing_is_loaded_into_the_null_block(make):
     request = lab.arrive("two", PLAIN)
     tokens = lab.scheduler.claim(request, 0)
     table = [0, 0, 0, *range(4, 11)]
-    lab.scheduler.allocated(request, table, tokens)
-    (job,) = lab.scheduler.plan({}, lambda name: table).loads
+    lab.scheduler.allocated(request, [table], tokens)
+    (job,) = lab.scheduler.plan({}, lambda name: [table]).loads
     assert [(copy.blocks, copy.first) for copy in job.copies][:2] == [((4,), 1), ((5, 6), 0)]
     lab.scheduler.reported(StepReport(), {"two"})
     request.num_computed_tokens = 0
-    lab.scheduler.finished(request, [])
+    lab.scheduler.finished(request, [[]])
 
 
 def test_a_slab_full_of_held_chunks_saves_nothing_and_loads_on(make):
@@ -1500,12 +1500,12 @@ def test_unknown_documents_are_learned_in_lent_blocks_that_come_back(make):
     lab = make()
     assert run(lab, "one", prompt(DOC_A, DOC_B))["unknown_documents"] == 2
     free = lab.pool.get_num_free_blocks()
-    plan = lab.scheduler.plan({}, lab.tables.get)
+    plan = lab.scheduler.plan({}, lab.tables_of)
     (job,) = plan.learn
     assert job.tokens == tuple(DOC_A)
-    assert len(job.blocks) == 3
+    assert len(job.tables[0]) == 3
     assert lab.pool.get_num_free_blocks() == free - 3
-    assert not lab.scheduler.plan({}, lab.tables.get).learn, "one at a time"
+    assert not lab.scheduler.plan({}, lab.tables_of).learn, "one at a time"
     report, _, _ = lab.workers.step(plan, set())
     lab.scheduler.reported(report, set())
     lab.settle()
@@ -1784,7 +1784,7 @@ def test_what_is_saved_with_old_weights_is_not_kept_when_everything_is_forgotten
     lab = make()
     request = lab.arrive("one", PLAIN[:16])
     lab.admit(request)
-    plan = lab.scheduler.plan({"one": 16}, lambda name: lab.tables[name])
+    plan = lab.scheduler.plan({"one": 16}, lab.tables_of)
     lab.scheduler.forget_all()
     report, _, _ = lab.workers.step(plan, set())
     lab.scheduler.reported(report, set())
@@ -1813,7 +1813,7 @@ def test_shutdown_with_jobs_under_way_leaves_nothing_behind():
     request = lab.arrive("one", [7] * 16)
     lab.admit(request)
     waiting = lab.arrive("two", PLAIN[:16])
-    plan = lab.scheduler.plan({"one": 16}, lambda name: lab.tables[name])
+    plan = lab.scheduler.plan({"one": 16}, lab.tables_of)
     lab.scheduler.close()
     report, _, _ = lab.workers.step(plan, set())
     lab.scheduler.reported(report, set())
@@ -1893,7 +1893,7 @@ class Anything:
     def move(self, request):
         lab, name = self.lab, request.request_id
         if name not in lab.tables:
-            if lab.pool.get_num_free_blocks() >= request.num_tokens // BLOCK + 4:
+            if lab.pool.get_num_free_blocks() >= lab.groups.count * (request.num_tokens // BLOCK + 4):
                 lab.admit(request)
         elif state_of(lab, name).loading:
             lab.workers.held_back = self.dice.random() < 0.5
@@ -1917,10 +1917,11 @@ class Anything:
 
 @pytest.mark.parametrize("slots", [3, 24])
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_happens_in_whatever_order_nothing_is_held_and_no_exact_page_is_wrong(make, seed, slots):
+@pytest.mark.parametrize("windows", [(0,), (6, 0), (0, 11)], ids=str)
+def test_whatever_happens_in_whatever_order_nothing_is_held_and_no_exact_page_is_wrong(make, seed, slots, windows):
     dice = random.Random(seed)
     faulty = Faulty(DictTier(), lambda verb, key: OSError("gone") if dice.random() < 0.1 else None)
-    lab = make(*([faulty] if seed % 3 else []), slots=slots, blocks=48)
+    lab = make(*([faulty] if seed % 3 else []), slots=slots, blocks=48 * len(windows), windows=windows)
     anything = Anything(lab, dice)
     for _ in range(200):
         anything.act()

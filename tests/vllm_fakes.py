@@ -35,7 +35,10 @@ class Block:
 
 
 class Pool:
-    """As vLLM's block pool: block 0 is null, free blocks keep their hash until they are taken."""
+    """As vLLM's block pool: block 0 is null, free blocks keep their hash until they are taken.
+
+    `cached` has the blocks of group 0 by their hash, and those of other groups by their hash and group.
+    """
 
     def __init__(self, count):
         self.blocks = [Block(i) for i in range(count)]
@@ -46,9 +49,12 @@ class Pool:
         return len(self.free)
 
     def get_cached_block(self, block_hash, groups):
-        assert groups == [0]
-        found = self.cached.get(block_hash)
-        return [found] if found else None
+        found = [self.cached.get(self.key(block_hash, group)) for group in groups]
+        return found if all(found) else None
+
+    @staticmethod
+    def key(block_hash, group):
+        return (block_hash, group) if group else block_hash
 
     def get_new_blocks(self, count):
         if count > len(self.free):
@@ -79,9 +85,9 @@ class Pool:
             block.block_hash, self.cached[block_hash] = block_hash, block
 
     def cache_full_blocks(self, request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id):
-        assert (block_size, kv_cache_group_id) == (BLOCK, 0)
+        assert block_size == BLOCK
         for i in range(num_cached_blocks, num_full_blocks):
-            self.enter(blocks[i], request.block_hashes[i])
+            self.enter(blocks[i], self.key(request.block_hashes[i], kv_cache_group_id))
 
     def forget(self):
         """As `reset_prefix_cache`."""
@@ -182,9 +188,13 @@ def token_bytes(tokens, start, stop, layer):
 
 
 class Workers:
-    """All ranks as one: copies at once what has arrived."""
+    """All ranks as one: copies at once what has arrived.
 
-    def __init__(self, blocks):
+    With several block tables, each is that of one layer.
+    """
+
+    def __init__(self, blocks, groups):
+        self.groups = groups
         self.pages = torch.zeros((LAYERS, blocks, PAGE), dtype=torch.uint8)
         self.loading, self.documents, self.backfills, self.paused = {}, {}, [], []
         self.slow = False  # Jobs for idle steps are not ended.
@@ -195,20 +205,7 @@ class Workers:
         """Report, received requests, blocks that are wrong."""
         self.slab = self.slab or Slab.attach(plan.slab)
         report, received, bad = StepReport(), set(), set()
-        for job in plan.loads:
-            self.loading[job.request] = job
-        for job in list(self.loading.values()):
-            done = job.request in cancelled
-            if not done and not self.held_back:
-                state = self.load(job)
-                if state == LOST:
-                    report.lost.add(job.request)
-                    bad.update(b for copy in job.copies for b in copy.blocks)
-                    bad.update(job.blocks[job.start // BLOCK :] if isinstance(job, BlendJob) else ())
-                done = state != 0
-            if done:
-                received.add(job.request)
-                del self.loading[job.request]
+        self.run_loads(plan, cancelled, report, received, bad)
         for save in plan.saves:
             self.save(save)
         backfilled, learned = self.backfill(plan), self.learn(plan)
@@ -226,6 +223,28 @@ class Workers:
                     self.slab.part(slot, layer)[: len(part)] = part
         return report, received, bad
 
+    def run_loads(self, plan, cancelled, report, received, bad):
+        """Load and blend as far as chunks have arrived."""
+        for request, blocks in plan.failed.items():
+            report.lost.add(request)
+            received.add(request)
+            bad.update(blocks)
+        for job in plan.loads:
+            self.loading[job.request] = job
+        for job in list(self.loading.values()):
+            done = job.request in cancelled
+            if not done and not self.held_back:
+                state = self.load(job)
+                if state == LOST:
+                    report.lost.add(job.request)
+                    bad.update(b for copy in job.copies for b in copy.blocks)
+                    tables = job.tables if isinstance(job, BlendJob) else ()
+                    bad.update(b for table in tables for b in table[job.start // BLOCK :])
+                done = state != 0
+            if done:
+                received.add(job.request)
+                del self.loading[job.request]
+
     def learn(self, plan: StepPlan):
         """The documents whose learning ends in this step."""
         busy = plan.scheduled or self.loading or self.slow
@@ -239,10 +258,15 @@ class Workers:
         ended = [job for job in self.backfills if not self.slow or job.job in plan.cancel]
         self.backfills = [job for job in self.backfills if job not in ended]
         for job in ended:
-            for i in range(job.known // BLOCK, len(job.blocks)):
-                for layer in range(LAYERS):
-                    self.pages[layer, job.blocks[i]] = page(job.tokens, i, layer)
+            for layer in range(LAYERS):
+                table = self.table(job, layer)
+                for i in range(job.known // BLOCK, len(table)):
+                    self.pages[layer, table[i]] = page(job.tokens, i, layer)
         return ended
+
+    def table(self, job, layer):
+        """The block table of a job that a layer uses."""
+        return job.tables[layer if self.groups > 1 else 0]
 
     def load(self, job: LoadJob | BlendJob):
         wanted = [*job.copies, *(job.documents if isinstance(job, BlendJob) else ())]
@@ -254,15 +278,17 @@ class Workers:
             return 0
         for copy in job.copies:
             for i, block in enumerate(copy.blocks, copy.first):
-                for layer in range(LAYERS):
+                for layer in range(LAYERS) if self.groups == 1 else [copy.group]:
                     self.pages[layer, block] = self.slab.part(copy.slot, layer)[i * PAGE : (i + 1) * PAGE]
         if isinstance(job, BlendJob):
             reused = (piece.at for piece in job.documents if not piece.exact)
             approximate = next(reused, len(job.tokens))
-            for i in range(job.exact // BLOCK, len(job.blocks)):
-                for layer in range(LAYERS):
+            for layer in range(LAYERS):
+                table = self.table(job, layer)
+                for i in range(job.exact // BLOCK, len(table)):
+                    assert table[i], "a blend writes to the null block"
                     exact = (i + 1) * BLOCK <= approximate
-                    self.pages[layer, job.blocks[i]] = page(job.tokens, i, layer) if exact else APPROXIMATE
+                    self.pages[layer, table[i]] = page(job.tokens, i, layer) if exact else APPROXIMATE
             self.documents[job.request] = {
                 piece.at: self.slab.part(piece.slot, 0)[: piece.stored * PAGE // BLOCK].clone()
                 for piece in job.documents
@@ -272,7 +298,7 @@ class Workers:
     def save(self, job: SaveJob):
         for layer in range(LAYERS):
             part = self.slab.part(job.slot, layer)
-            for i, block in enumerate(job.blocks):
+            for i, block in enumerate(self.table(job, layer)):
                 part[i * PAGE : (i + 1) * PAGE] = self.pages[layer, block]
 
 
@@ -298,6 +324,7 @@ class Lab:
         messages=(),
         trace=None,
         tokenizer=None,
+        windows=(0,),
     ):
         self.now = 0.0
         memory = slots * LAYERS * 4096 * ranks / GIB
@@ -317,12 +344,13 @@ class Lab:
         ]
         self.engine = open_engine(self.settings, facts, BLOCK, model, "sha256", tiers=tiers, prefix=prefix)
         self.store = self.engine.store
-        self.pool, self.workers = Pool(blocks), Workers(blocks)
+        self.pool, self.workers = Pool(blocks), Workers(blocks, len(windows))
         self.setup = Setup(
             settings=self.settings,
             engine=self.engine,
             pool=self.pool,
             block_size=BLOCK,
+            windows=windows,
             stages=layers_of_stages(facts),
             ranks=ranks,
             markers=Markers(separators=(SEPARATOR,), special=special, answers=answers, messages=messages),
@@ -335,7 +363,9 @@ class Lab:
             clock=lambda: self.now,
         )
         self.scheduler = Scheduler(self.setup)
+        self.groups = self.scheduler._groups
         self.tables, self.requests, self.cancelled = {}, {}, set()
+        self.windowed = {}  # the block tables of a request in the groups after the first
         self.loading = set()  # requests whose blocks are not theirs to free
 
     @property
@@ -354,9 +384,7 @@ class Lab:
     def look(self, request):
         """Tokens the engine's own prefix cache has."""
         most = (request.num_tokens - 1) // BLOCK
-        found = 0
-        while found < most and self.pool.get_cached_block(request.block_hashes[found], [0]):
-            found += 1
+        found = self.groups.cached(request.block_hashes[:most])
         return 0 if request.skip_reading_prefix_cache else found * BLOCK
 
     def admit(self, request):
@@ -365,20 +393,48 @@ class Lab:
         tokens = self.scheduler.claim(request, local)
         if tokens is None:
             return None
-        cached = [self.pool.cached[h] for h in request.block_hashes[: local // BLOCK]]
-        self.pool.touch(cached)
-        fresh = self.pool.get_new_blocks(-(-request.num_tokens // BLOCK) - len(cached))
-        table = [block.block_id for block in (*cached, *fresh)]
-        self.tables[request.request_id] = table
+        tables = self.allocate(request, local, tokens)
         request.num_computed_tokens = local + tokens
         if tokens:
             self.loading.add(request.request_id)
-            self.scheduler.allocated(request, table, tokens)
+            self.scheduler.allocated(request, tables, tokens)
         return tokens
+
+    def allocate(self, request, local, tokens):
+        """The block tables of a request, as vLLM makes them: blocks that a window has passed are null."""
+        tables = []
+        for group in range(self.groups.count):  # before new blocks take the place of cached ones
+            passed = self.groups.first_seen(group, local + tokens)
+            hashes = request.block_hashes[passed : local // BLOCK]
+            cached = [block for one in hashes for block in self.pool.get_cached_block(one, [group])]
+            self.pool.touch(cached)
+            tables.append([0] * passed + [block.block_id for block in cached])
+        for table in tables:
+            fresh = self.pool.get_new_blocks(-(-request.num_tokens // BLOCK) - len(table))
+            table += [block.block_id for block in fresh]
+        self.tables[request.request_id], *self.windowed[request.request_id] = tables
+        return tables
+
+    def tables_of(self, name):
+        """The block tables of a request, by group."""
+        return [self.tables[name], *self.windowed.get(name, ())]
+
+    def pass_blocks(self, request):
+        """Free the blocks that windows have passed, as vLLM does before each step."""
+        for group, table in enumerate(self.tables_of(request.request_id)):
+            for i in range(self.groups.first_seen(group, request.num_computed_tokens)):
+                if table[i]:
+                    self.pool.free_blocks([self.pool.blocks[table[i]]])
+                    table[i] = 0
+
+    def free(self, name):
+        """Free the blocks of a request."""
+        for table in self.tables_of(name) if name in self.tables else ():
+            self.pool.free_blocks([self.pool.blocks[b] for b in reversed(table) if b])
 
     def step(self, scheduled=None):
         """A step of everything but the computing; returns the plan."""
-        plan = self.scheduler.plan(scheduled or {}, lambda name: self.tables[name])
+        plan = self.scheduler.plan(scheduled or {}, self.tables_of)
         cancelled, self.cancelled = self.cancelled, set()
         report, received, bad = self.workers.step(plan, cancelled)
         for name in received:
@@ -390,7 +446,12 @@ class Lab:
         table = self.tables[request.request_id]
         self.loading.remove(request.request_id)
         if request.finished:
-            self.pool.free_blocks([self.pool.blocks[b] for b in reversed(table)])
+            self.free(request.request_id)
+            return
+        if bad and self.groups.count > 1:  # The engine computes everything.
+            self.free(request.request_id)
+            self.allocate(request, 0, 0)
+            request.num_computed_tokens = 0
             return
         wrong = next((i for i, block in enumerate(table) if block in bad), None)
         if wrong is not None:
@@ -400,42 +461,51 @@ class Lab:
         self.enter(request)
 
     def enter(self, request):
-        table = self.tables[request.request_id]
-        for i in range(request.num_computed_tokens // BLOCK):
-            self.pool.enter(self.pool.blocks[table[i]], request.block_hashes[i])
+        for group, table in enumerate(self.tables_of(request.request_id)):
+            for i in range(request.num_computed_tokens // BLOCK):
+                if table[i]:
+                    self.pool.enter(self.pool.blocks[table[i]], self.pool.key(request.block_hashes[i], group))
 
     def compute(self, request, tokens):
         """A step in which the engine computes tokens of one request."""
         start, stop = request.num_computed_tokens, request.num_computed_tokens + tokens
-        table = self.tables[request.request_id]
-        for i in range(start // BLOCK, stop // BLOCK):
-            for layer in range(LAYERS):
+        self.pass_blocks(request)
+        for layer in range(LAYERS):
+            table = self.table(request.request_id, layer)
+            for i in range(start // BLOCK, stop // BLOCK):
                 self.workers.pages[layer, table[i]] = page(request.all_token_ids, i, layer)
         plan = self.step({request.request_id: tokens})
         request.num_computed_tokens = stop
         self.enter(request)
         return plan
 
+    def table(self, name, layer):
+        """The block table of a request that a layer uses."""
+        return self.tables_of(name)[layer if self.groups.count > 1 else 0]
+
     def decode(self, request, tokens):
         for token in tokens:
             self.compute(request, request.num_tokens - request.num_computed_tokens)
             request.append([token])
-            while len(self.tables[request.request_id]) * BLOCK < request.num_tokens:
-                self.tables[request.request_id] += [b.block_id for b in self.pool.get_new_blocks(1)]
+            for table in self.tables_of(request.request_id):
+                while len(table) * BLOCK < request.num_tokens:
+                    table += [b.block_id for b in self.pool.get_new_blocks(1)]
 
     def preempt(self, request):
-        self.pool.free_blocks([self.pool.blocks[b] for b in reversed(self.tables.pop(request.request_id))])
+        self.free(request.request_id)
+        del self.tables[request.request_id]
         request.num_computed_tokens, request.num_preemptions = 0, request.num_preemptions + 1
 
     def finish(self, request):
         """Ended or aborted; the facts for the response."""
         request.finished = True
         name = request.request_id
-        table = self.tables.get(name, [])
-        facts = self.scheduler.finished(request, table[: -(-request.num_computed_tokens // BLOCK)])
+        full = -(-request.num_computed_tokens // BLOCK)
+        tables = self.tables_of(name) if name in self.tables else [[]] * self.groups.count
+        facts = self.scheduler.finished(request, [table[:full] for table in tables])
         self.cancelled.add(name)
         if name not in self.loading:
-            self.pool.free_blocks([self.pool.blocks[b] for b in reversed(table)])
+            self.free(name)
         return facts
 
     # -- several of them
@@ -486,11 +556,11 @@ class Lab:
 
     def right(self, request, tokens, start=0):
         """Whether pages of `[start, tokens)` are what an exact prefill leaves."""
-        table = self.tables[request.request_id]
         return all(
-            torch.equal(self.workers.pages[layer, table[i]], page(request.all_token_ids, i, layer))
-            for i in range(start // BLOCK, tokens // BLOCK)
+            torch.equal(self.workers.pages[layer, block], page(request.all_token_ids, i, layer))
             for layer in range(LAYERS)
+            for i, block in enumerate(self.table(request.request_id, layer)[: tokens // BLOCK])
+            if block and i >= start // BLOCK
         )
 
     def check(self):

@@ -89,7 +89,7 @@ def model_facts(name: str | Path, dtype: str | None = None) -> ModelFacts:
         kept=kept,
         positions=getattr(config, "max_position_embeddings", None) or 0,
         architecture=(whole.architectures or ["a model without an architecture"])[0],
-        unblended=_unblended(config, kinds),
+        unblended=_unblended(config),
     )
 
 
@@ -110,10 +110,8 @@ def shape_of(config: Any, dtype: torch.dtype) -> KVShape:
     )
 
 
-def _unblended(config: Any, kinds: set[str]) -> str:
+def _unblended(config: Any) -> str:
     """Return why vLLM with lmc cannot blend a model, as far as its configuration says; empty if it may be blended."""
-    if "full_attention" not in kinds if kinds else getattr(config, "sliding_window", None):
-        return "no layer attends to the whole prompt"
     if getattr(config, "attn_logit_softcapping", None):
         return "its attention has a soft cap of its logits"
     return ""

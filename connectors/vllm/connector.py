@@ -19,9 +19,9 @@ from lmc.blend.markers import Markers
 from lmc.config.settings import Settings
 from lmc.connectors.vllm import multi, vllm_api
 from lmc.connectors.vllm.guard import HookGuard
-from lmc.connectors.vllm.messages import StepPlan, StepReport, WorkerFacts
+from lmc.connectors.vllm.messages import StepPlan, StepReport, Table, WorkerFacts
 from lmc.connectors.vllm.model_identity import model_identity
-from lmc.connectors.vllm.model_kinds import objection, price_of_one_table, use_one_table
+from lmc.connectors.vllm.model_kinds import objection, price_of_one_table, use_one_table, windows_of
 from lmc.connectors.vllm.plugin import join_log, loaded_model
 from lmc.connectors.vllm.scheduler.admin import Administration, serve_if_wanted
 from lmc.connectors.vllm.scheduler.scheduler import Scheduler
@@ -103,6 +103,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
             raise ConfigError("lmc does not support context parallelism: start vLLM without it, or without lmc")
         self._objection = objection(vllm_config.model_config, kv_cache_config)
+        self._windows = () if self._objection else windows_of(kv_cache_config)
 
         self._stop_admin: Callable[[], None] | None = None
         self._publisher: DocumentPublisher | None = None
@@ -114,6 +115,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self._counted: dict[str, float] = {}
         self._counts_at = 0.0  # time of the next report of numbers, unless there is news earlier
         self._bad_blocks: set[int] = set()
+        self._failed: set[str] = set()  # requests whose load has failed, if layers have windows
         # With tensor parallelism, a worker raises its errors: if it skipped work, the other ranks would wait forever.
         among_ranks = parallel.tensor_parallel_size > 1 and role is vllm_api.KVConnectorRole.WORKER
         is_scheduler = role is vllm_api.KVConnectorRole.SCHEDULER
@@ -123,7 +125,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
                 log.warning("lmc is disabled for this model: %s", self._objection)
             return
         use_one_table(vllm_config)
-        if is_scheduler and (price := price_of_one_table(vllm_config.model_config)):
+        if is_scheduler and len(self._windows) == 1 and (price := price_of_one_table(vllm_config.model_config)):
             log.warning(price)
         check_chunk_size(self.settings, vllm_config.cache_config.block_size)
         if role is vllm_api.KVConnectorRole.WORKER:
@@ -197,16 +199,29 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             return None, None
         if not self._get_connector_metadata().plan.scheduled:
             self.wait_for_save()
+        self._bad_blocks, self._failed = set(), set()
         if not finished_req_ids and not worker.ends_loads:
-            self._bad_blocks = set()
             return None, None
         self._guard.run("get_finished", lambda: worker.cancel(finished_req_ids), None)
-        nothing: tuple[set[str], set[int]] = set(), set()
-        received, self._bad_blocks = self._guard.run("get_finished", worker.outcome, nothing)
-        return None, received
+        nothing: dict[str, Table] = {}
+        ended = self._guard.run("get_finished", worker.outcome, nothing)
+        if any(self._windows):  # The blocks before an invalid block are not all kept.
+            self._failed = {request for request, bad in ended.items() if bad}
+        else:
+            self._bad_blocks = {block for bad in ended.values() for block in bad}
+        return None, set(ended)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Return what `get_finished` returns, with the requests whose load has failed if layers have windows."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving = self._failed
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks of the loads that failed in this step."""
+        """Return the blocks of the loads that failed in this step, if the engine keeps all blocks of a prompt.
+
+        Otherwise it computes the whole prompt of a failed load.
+        """
         return self._bad_blocks
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
@@ -279,6 +294,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             tokenizer=tokenizer,
             blends=not refused,
             refused=refused,
+            windows=self._windows,
             batch_tokens=self._config.scheduler_config.max_num_batched_tokens,
             by_priority=self._config.scheduler_config.policy == "priority",
             longest=self._config.model_config.max_model_len,
@@ -362,12 +378,12 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         scheduler = self._scheduler
         if scheduler is None or not num_external_tokens:
             return
-        numbers = blocks.get_block_ids()[0]
+        tables = blocks.get_block_ids()
         self._guarded(
             "update_state_after_alloc",
-            lambda: scheduler.allocated(request, numbers, num_external_tokens),
+            lambda: scheduler.allocated(request, tables, num_external_tokens),
             None,
-            lambda: scheduler.fail_load(request.request_id, numbers),
+            lambda: scheduler.fail_load(request.request_id, tables),
         )
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
@@ -393,7 +409,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         scheduled = scheduler_output.num_scheduled_tokens
         plan = self._guarded(
             "build_connector_meta",
-            lambda: scheduler.plan(scheduled, lambda request: (state.get_block_ids(request) or ([],))[0]),
+            lambda: scheduler.plan(scheduled, lambda request: state.get_block_ids(request) or ([],)),
             None,
         )
         if plan is None:
@@ -452,10 +468,6 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Call `request_finished` with the only block table. With several block tables, lmc is idle."""
-        return self.request_finished(request, block_ids[0] if block_ids else [])
-
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Save the last blocks of an ended request, and return facts for its response.
 
         The engine may free the blocks at once: blocks that are still being copied are held by their reference count.
@@ -467,6 +479,10 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
                 "request_finished", lambda: scheduler.finished(request, block_ids), facts, lambda: scheduler.drop(name)
             )
         return False, {"lmc": facts} if facts else None
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Call `request_finished_all_groups` with the only block table."""
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def has_pending_push_work(self) -> bool:
         """Return whether lmc needs steps to save or to learn, even without requests."""

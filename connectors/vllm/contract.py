@@ -71,6 +71,7 @@ FIELDS: Mapping[str, str] = {
     "lora_config model_config observability_config parallel_config scheduler_config speculative_config",
     "vllm.distributed.kv_transfer.kv_connector.factory.KVConnectorFactory": "_registry register_connector(3)",
     "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorRole": "SCHEDULER WORKER",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorTransferResults": "failed_recving",
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics.KVConnectorPromMetrics": "_counter_cls _gauge_cls "
     "_histogram_cls __init__(4) observe(2)",
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics.KVConnectorStats": "aggregate(1) data is_empty() reduce() "
@@ -101,6 +102,7 @@ FIELDS: Mapping[str, str] = {
     "vllm.v1.kv_cache_interface.KVCacheConfig": "kv_cache_groups num_blocks",
     "vllm.v1.kv_cache_interface.KVCacheGroupSpec": "kv_cache_spec layer_names",
     "vllm.v1.kv_cache_interface.KVCacheSpec": "block_size copy_with_new_block_size(1)",
+    "vllm.v1.kv_cache_interface.SlidingWindowSpec": "sliding_window",
     "vllm.v1.metrics.stats.PrefillStats": "set(3)",
     "vllm.v1.outputs.KVConnectorOutput": "finished_recving kv_connector_worker_meta",
     "vllm.v1.request.Request": "all_token_ids arrival_time block_hashes cache_salt is_finished() kv_transfer_params "
@@ -142,9 +144,9 @@ CALLS: Mapping[str, str] = {
     "v1/worker/gpu/kv_connector.py ActiveKVConnector.__init__": "register_kv_caches",
     "v1/worker/gpu/kv_connector.py ActiveKVConnector.finalize_step": "?wait_for_save",
     "v1/worker/gpu/kv_connector.py ActiveKVConnector.no_forward": "build_connector_worker_meta "
-    "get_block_ids_with_load_errors get_kv_connector_stats start_load_kv ?wait_for_save",
+    "get_block_ids_with_load_errors get_kv_connector_stats get_transfer_results start_load_kv ?wait_for_save",
     "v1/worker/gpu/kv_connector.py ActiveKVConnector.post_forward": "build_connector_worker_meta "
-    "get_block_ids_with_load_errors get_kv_connector_stats start_load_kv wait_for_save",
+    "get_block_ids_with_load_errors get_kv_connector_stats get_transfer_results start_load_kv wait_for_save",
     "v1/worker/gpu/kv_connector.py ActiveKVConnector.pre_forward": "start_load_kv",
     "v1/worker/gpu_model_runner.py GPUModelRunner.initialize_kv_cache": "register_kv_caches",
     "v1/worker/gpu_model_runner.py GPUModelRunner.profile_cudagraph_memory": "register_kv_caches",
@@ -153,9 +155,11 @@ CALLS: Mapping[str, str] = {
     "v1/worker/gpu_worker.py Worker.sleep": "?unregister_kv_caches",
     "v1/worker/kv_connector_model_runner_mixin.py KVConnectorModelRunnerMixin.finalize_kv_connector": "wait_for_save",
     "v1/worker/kv_connector_model_runner_mixin.py KVConnectorModelRunnerMixin.kv_connector_no_forward":
-    "build_connector_worker_meta get_block_ids_with_load_errors get_kv_connector_stats start_load_kv ?wait_for_save",
+    "build_connector_worker_meta get_block_ids_with_load_errors get_kv_connector_stats get_transfer_results "
+    "start_load_kv ?wait_for_save",
     "v1/worker/kv_connector_model_runner_mixin.py KVConnectorModelRunnerMixin.maybe_get_kv_connector_output":
-    "build_connector_worker_meta get_block_ids_with_load_errors get_kv_connector_stats start_load_kv wait_for_save",
+    "build_connector_worker_meta get_block_ids_with_load_errors get_kv_connector_stats get_transfer_results "
+    "start_load_kv wait_for_save",
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ completed jobs.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lmc.blend.strategies import RecomputePolicy
@@ -13,6 +14,15 @@ from lmc.storage.memory.slab import SlabAddress
 
 # lmc may always compute at least 1 / BLEND_SHARE of a step.
 BLEND_SHARE = 10
+
+NULL = 0  # number of the engine's null block, which a table has in the place of blocks that a window has passed
+Table = tuple[int, ...]  # block numbers, in the order of the tokens
+Tables = tuple[Table, ...]  # the block table of each KV cache group of the engine
+
+
+def passed_blocks(table: Sequence[int]) -> int:
+    """Return how many leading blocks of a table a window has passed."""
+    return next((at for at, block in enumerate(table) if block != NULL), len(table))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +43,13 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageCopy:
-    """Blocks of a request, and the slot from which their pages are copied."""
+    """Blocks of a request in one KV cache group, and the slot from which their pages are copied."""
 
     slot: int
     tag: int  # as in `Piece`
-    blocks: tuple[int, ...]
+    blocks: Table
     first: int = 0  # the page of the slot that belongs to the first block
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +67,7 @@ class BlendJob:
 
     request: str
     tokens: tuple[int, ...]  # tokens from position 0 on, up to the prompt's end if the strategy needs the question
-    blocks: tuple[int, ...]  # the request's block table
+    tables: Tables  # of the request
     stop: int  # The engine computes the KV from this position on.
     policy: RecomputePolicy
     start: int = 0  # The engine has the KV of all positions before this one.
@@ -74,7 +85,7 @@ class LearnJob:
     job: int
     tokens: tuple[int, ...]  # the tokens of the primer, then those of the document
     document: int  # index of the document's first token in `tokens`
-    blocks: tuple[int, ...]
+    tables: Tables
     chunk: int  # number of tokens in a full chunk
     slots: tuple[int, ...]  # -1 for a chunk that is already stored
     resets: int = 0  # number of cache resets before this job; each reset may mean new weights
@@ -88,7 +99,7 @@ class BackfillJob:
     job: int
     tokens: tuple[int, ...]
     known: int  # number of leading tokens whose KV is already in their blocks
-    blocks: tuple[int, ...]
+    tables: Tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +108,7 @@ class SaveJob:
 
     job: int
     slot: int
-    blocks: tuple[int, ...]
+    tables: Tables
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from lmc.connectors.vllm.model_kinds import windows_of
 from lmc.engine.identity import checkpoint_files, identity_of_files, identity_of_parameters
 
 
@@ -43,6 +44,8 @@ def layout_of(config: Any, kv_cache_config: Any, pages: str) -> str:
         if name in layers and hasattr(layers[name], "attn_backend")
     }
     numbers = f"{config.cache_config.cache_dtype} {config.model_config.dtype}"
+    if len(kv_cache_config.kv_cache_groups) > 1:  # Pages that a window has passed are not stored.
+        numbers += f" windows {windows_of(kv_cache_config)}"
     return f"{','.join(sorted(backends))} {pages} {numbers}{_draft(config)}"
 
 

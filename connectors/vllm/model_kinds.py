@@ -1,9 +1,12 @@
 """Decides whether lmc offloads a model's KV, or does nothing for the model. This depends on the model's KV cache.
 
-Pages are offloaded if all layers are attention layers with one common block table. vLLM uses one table for sliding
-windows and full attention if its hybrid KV cache manager is off. Models with linear or Mamba layers need that manager.
+Pages are offloaded if all layers are attention layers whose blocks have the same size. vLLM's hybrid KV cache manager
+has a block table for each group of layers, so that layers with a sliding window keep only their window. lmc leaves it
+on for models with such layers, and switches it off for models and options that it does not support with several tables.
+Models with linear or Mamba layers need that manager.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from lmc.connectors.vllm import vllm_api
@@ -31,7 +34,7 @@ TESTED = {
     "GraniteMoeForCausalLM": "plain RoPE",
     "Llama4ForCausalLM": "chunks with RoPE, full attention without",
     "LlamaForCausalLM": "plain, llama3 and YaRN RoPE",
-    "MistralForCausalLM": "without a sliding window; Ministral 3",
+    "MistralForCausalLM": "full attention, windows; Ministral 3",
     "MixtralForCausalLM": "plain RoPE",
     "NemotronForCausalLM": "partial RoPE",
     "OlmoeForCausalLM": "plain RoPE",
@@ -45,13 +48,24 @@ TESTED = {
 }
 
 WINDOWED = {"sliding_attention", "chunked_attention"}  # names of such layers in a model's configuration
+SUPPORTED = {"sliding_attention", "full_attention"}  # kinds of layers with which several block tables were tested
 
 
 def use_one_table(config: Any) -> None:
-    """Switch off the engine's hybrid KV cache manager, except for models with linear or Mamba layers."""
+    """Switch off the engine's hybrid KV cache manager if lmc needs one block table for all layers."""
     model = config.model_config
-    if not (model.is_hybrid or model.is_attention_free):
+    if not (model.is_hybrid or model.is_attention_free or _may_have_several_tables(config)):
         config.scheduler_config.disable_hybrid_kv_cache_manager = True
+
+
+def _may_have_several_tables(config: Any) -> bool:
+    """Return whether lmc supports several block tables for a model with sliding windows and with these options."""
+    text = config.model_config.hf_text_config
+    kinds = set(getattr(text, "layer_types", None) or ())
+    # Layers of Gemma 4 have heads of two sizes, so their blocks would have different numbers of tokens.
+    of_two_sizes = any(getattr(text, name, None) for name in ("global_head_dim", "is_heterogeneous"))
+    alone = config.speculative_config is None and config.parallel_config.pipeline_parallel_size == 1
+    return kinds == SUPPORTED and not of_two_sizes and alone
 
 
 def price_of_one_table(model: Any) -> str:
@@ -84,9 +98,26 @@ def objection(model: Any, kv_cache_config: Any) -> str:
         return "its pooling needs every prompt token computed"
     if not all(isinstance(spec, vllm_api.AttentionSpec) for group in groups for spec in specs_of(group).values()):
         return "it has layers with a state (linear attention, Mamba), which lmc cannot store"
-    if len(groups) > 1:
-        return f"its layers use {len(groups)} block tables; start vLLM with --disable-hybrid-kv-cache-manager"
+    known = (vllm_api.FullAttentionSpec, vllm_api.SlidingWindowSpec)
+    of_known_kinds = all(isinstance(spec, known) for group in groups for spec in specs_of(group).values())
+    if len(groups) > 1 and not (of_known_kinds and len({group.kv_cache_spec.block_size for group in groups}) == 1):
+        return (
+            f"its layers use {len(groups)} block tables whose blocks differ; start vLLM with "
+            "--disable-hybrid-kv-cache-manager"
+        )
     return ""
+
+
+def groups_of(kv_cache_config: Any) -> Mapping[str, int]:
+    """Return the number of the KV cache group of each layer, by the layer's name."""
+    groups = enumerate(kv_cache_config.kv_cache_groups)
+    return {name: number for number, group in groups for name in group.layer_names}
+
+
+def windows_of(kv_cache_config: Any) -> tuple[int, ...]:
+    """Return, by KV cache group, how many tokens a token sees; 0 if the engine keeps the blocks of whole prompts."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return tuple(spec.sliding_window if isinstance(spec, vllm_api.SlidingWindowSpec) else 0 for spec in specs)
 
 
 def specs_of(group: Any) -> dict[str, Any]:

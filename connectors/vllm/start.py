@@ -30,6 +30,7 @@ class Setup:
     engine: CacheEngine
     pool: Any  # the engine's block pool
     block_size: int  # number of tokens in a block
+    windows: tuple[int, ...] = (0,)  # by KV cache group, how many tokens a token sees; 0 for all before it
     stages: tuple[int, ...]  # number of layers of each pipeline stage
     ranks: int  # number of workers
     batch_tokens: int  # maximal number of tokens that the engine computes in a step

@@ -153,8 +153,9 @@ def change_batches(monkeypatch: Any, change: Callable[[Any, Any], None]) -> None
     describe = NativeLayers._common
 
     def changed(self: Any, positions: Any, *where: Any) -> Any:
-        batch = describe(self, positions, *where)
-        change(batch, positions)
-        return batch
+        batches = describe(self, positions, *where)
+        for batch in batches:
+            change(batch, positions)
+        return batches
 
     monkeypatch.setattr(NativeLayers, "_common", changed)

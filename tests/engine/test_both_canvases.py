@@ -158,7 +158,7 @@ def paged(lab, model, given: Case, policy: RecomputePolicy, rows: BatchRows):
     )
     blocks = tuple(range(1, 1 - (-length // layers.block_size)))
     job = BlendJob(
-        request="test", tokens=tuple(given.tokens), blocks=blocks, start=given.start, exact=given.start, stop=length,
+        request="test", tokens=tuple(given.tokens), tables=(blocks,), start=given.start, exact=given.start, stop=length,
         question=given.question, copies=(), documents=pieces, ready=True, policy=policy,
     )  # fmt: skip
 
@@ -170,12 +170,12 @@ def paged(lab, model, given: Case, policy: RecomputePolicy, rows: BatchRows):
     with torch.inference_mode():
         for layer in range(canvas.depth):  # nothing of the test before may be of use
             empty = torch.full((length, layers.shape.kv_heads, layers.shape.head_dim), 1e3)
-            canvas.write(layer, everything, empty, empty)
+            canvas.write(layer, everything[layer], empty, empty)
             if prefix:
-                canvas.write(layer, everything[: given.start], *prefix[layer])
+                canvas.write(layer, everything[layer][: given.start], *prefix[layer])
         what = BlendInput(length=length, stop=length, question=given.question, placements=placements, start=given.start)
         result = Blender(canvas, what, policy).run()
-        kv = [torch.stack([one.clone() for one in canvas.read(layer, everything)]) for layer in range(canvas.depth)]
+        kv = [torch.stack([*canvas.read(layer, slots)]) for layer, slots in enumerate(everything)]
         return result, kv, last_logits(lab, canvas, length)
 
 

@@ -13,7 +13,9 @@ HEADER = (1001, 1002, 1003)  # what the chat template of these conversations wri
 TOKENS = [*PROMPT.tokens, *HEADER]
 
 
-@pytest.fixture(scope="module", params=mostly_long(["llama", "gemma3mixed", "gptoss", "gemma4"], "llama"))
+@pytest.fixture(
+    scope="module", params=mostly_long(["llama", "gemma3mixed", "mistralwindow", "gptoss", "gemma4"], "llama")
+)
 def shared(request, models, shared_engine):
     lab = shared_engine(models(request.param))
     lab.setup.markers = Markers(separators=(), answers=(HEADER,))

@@ -6,6 +6,7 @@ import time
 from array import array
 
 import pytest
+from amount import mostly_long
 from lab import DOCUMENTS, PLAIN, PROMPT, Prompt, agree, answer, engine, facts
 from stepping import SECONDS, Clock, Gate, Steps, layers_of_lmc, only_on_disk, poison, threads_are_done
 from tier_wrappers import Delayed
@@ -17,10 +18,10 @@ EXACT = {"ratio": 1.0}
 SMALL = {"max_num_batched_tokens": 128, "long_prefill_token_threshold": 64, "max_num_seqs": 8}
 
 
-@pytest.fixture(scope="module")
-def shared(models, tmp_path_factory):
+@pytest.fixture(scope="module", params=mostly_long(["llama", "gemma3mixed", "mistralwindow"], "llama"))
+def shared(request, models, tmp_path_factory):
     """An engine of small steps over a disk, and what it answers without any cache."""
-    with engine(models("llama"), {"local_disk": str(tmp_path_factory.mktemp("disk"))}, **SMALL) as lab:
+    with engine(models(request.param), {"local_disk": str(tmp_path_factory.mktemp("disk"))}, **SMALL) as lab:
         lab.wanted = {len(tokens): lab.vanilla(tokens) for tokens in (PROMPT.tokens, PLAIN, PLAIN[:420])}
         yield lab
 

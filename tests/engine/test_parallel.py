@@ -65,8 +65,9 @@ def test_pages_of_two_pipeline_stages_are_loaded_again_exactly(models):
     assert seen == {"pages": {"exact_tokens": 672, "tokens_from": {"host": 672}}, "pages are exact": True}
 
 
-def test_ranks_that_each_have_all_of_the_latent_kv_blend_alike(models):
-    seen = seen_by_child(models("deepseek3"), *ENGINES["tensor parallel"])
+@pytest.mark.parametrize("family", ["deepseek3", "gemma3mixed"])
+def test_ranks_with_all_of_the_latent_kv_and_with_two_block_tables_blend_alike(models, family):
+    seen = seen_by_child(models(family), *ENGINES["tensor parallel"])
     promises = ["pages are exact", *(f"{strategy} is exact" for strategy in ("query", "union", "deviation"))]
     assert [seen[promise] for promise in promises] == [True] * 4
     assert seen["union reused"] == REUSED

@@ -21,9 +21,9 @@ class PlantedError(Exception):
     """What no code of lmc expects."""
 
 
-@pytest.fixture(scope="module")
-def shared(models, shared_engine):
-    lab = shared_engine(models("llama"))
+@pytest.fixture(scope="module", params=mostly_long(["llama", "gemma3mixed"], "llama"))
+def shared(request, models, shared_engine):
+    lab = shared_engine(models(request.param))
     return lab, {name: lab.vanilla(tokens) for name, tokens in ASKED.items()}
 
 

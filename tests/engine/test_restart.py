@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from amount import mostly_long
 from lab import DOCUMENTS, FAMILIES, PLAIN, PROMPT, SIZES, Lab, agree, answer, engine, facts
 from stepping import only_on_disk, poison
 from tier_wrappers import Faulty
@@ -20,22 +21,22 @@ def running(model: Path, disk: Path) -> Iterator[Lab]:
         yield lab
 
 
-@pytest.fixture(scope="module")
-def before(models, tmp_path_factory):
+@pytest.fixture(scope="module", params=mostly_long(["llama", "gemma3mixed"], "llama"))
+def before(request, models, tmp_path_factory):
     """A disk that an earlier engine has left, and that engine's answers without any cache."""
     disk = tmp_path_factory.mktemp("disk")
-    with running(models("llama"), disk) as lab:
+    with running(models(request.param), disk) as lab:
         wanted = {len(tokens): lab.vanilla(tokens) for tokens in (PROMPT.tokens, PLAIN)}
         lab.learn(DOCUMENTS)
         lab.ask(PLAIN)
         lab.settle()  # the last blocks are saved in the step behind the answer
-    return disk, wanted
+    return request.param, disk, wanted
 
 
 @pytest.fixture(scope="module")
 def restarted(before, models):
-    disk, wanted = before
-    with running(models("llama"), disk) as lab:
+    family, disk, wanted = before
+    with running(models(family), disk) as lab:
         lab.disk, lab.wanted = disk, wanted
         yield lab
 
@@ -101,7 +102,7 @@ def test_a_record_that_has_changed_on_disk_is_not_used(lab, when, what):
 def test_other_weights_on_the_same_disk_find_nothing(before, tmp_path, restarted):
     """The last test of this module: it takes the disk from the engine above."""
     restarted.llm.llm_engine.engine_core.shutdown()
-    disk, wanted = before
+    _, disk, wanted = before
     with running(other_weights(tmp_path), disk) as lab:
         outs = [lab.ask(PLAIN), lab.ask(PROMPT.tokens, PROMPT.blend(ratio=1.0))]
         assert [facts(out) for out in outs] == [{}, {"unknown_documents": 4}]

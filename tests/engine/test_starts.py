@@ -4,6 +4,7 @@ import gc
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,13 @@ from tokenizers.models import WordLevel
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from lmc.connectors.vllm.connector import LMCConnector
 from lmc.connectors.vllm.model_kinds import objection, price_of_one_table
@@ -88,6 +95,8 @@ def attention(kind: type = FullAttentionSpec, **more: Any) -> Any:
 
 
 WINDOW = attention(SlidingWindowSpec, sliding_window=128)
+LARGE = replace(WINDOW, block_size=64)
+CHUNKS = attention(ChunkedLocalAttentionSpec, attention_chunk_size=128)
 STATE = MambaSpec(block_size=32, shapes=((1,),), dtypes=(torch.float32,))
 MODEL = SimpleNamespace(is_prefix_caching_supported=True)
 KINDS = {
@@ -96,7 +105,9 @@ KINDS = {
     "layers of several shapes": ([UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": attention()})], ""),
     "states": ([STATE], "layers with a state"),
     "states and attention": ([attention(), STATE], "layers with a state"),
-    "two tables": ([attention(), WINDOW], "2 block tables; start vLLM with --disable-hybrid-kv-cache-manager"),
+    "two tables": ([attention(), WINDOW], ""),
+    "blocks of two sizes": ([attention(), LARGE], "2 block tables whose blocks differ; start vLLM with --disable-hyb"),
+    "chunks": ([attention(), CHUNKS], "2 block tables whose blocks differ; start vLLM with --disable-hybrid"),
     "no cache": ([], "no KV cache"),
 }
 
@@ -127,22 +138,43 @@ def test_what_one_table_costs_is_said(text, times):
     assert f" {times} times the KV cache" in said if times else said == ""
 
 
-@pytest.mark.parametrize(("hybrid", "free"), [(True, False), (False, True), (False, False)])
-def test_the_hybrid_manager_stays_on_only_for_models_with_states(hybrid, free):
+MIXED = ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("several", "model", "text", "options"),
+    [
+        (True, {"is_hybrid": True}, {}, {}),
+        (True, {"is_attention_free": True}, {}, {}),
+        (False, {}, {}, {}),
+        (True, {}, {"layer_types": MIXED}, {}),
+        (False, {}, {"layer_types": ["sliding_attention"] * 2}, {}),
+        (False, {}, {"layer_types": ["chunked_attention", "full_attention"]}, {}),
+        (False, {}, {"layer_types": MIXED, "global_head_dim": 512}, {}),
+        (False, {}, {"layer_types": MIXED, "is_heterogeneous": True}, {}),
+        (False, {}, {"layer_types": MIXED}, {"speculative_config": object()}),
+        (False, {}, {"layer_types": MIXED}, {"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}),
+    ],
+)
+def test_the_hybrid_manager_stays_on_for_models_with_states_and_with_windows(several, model, text, options):
+    given = {"is_hybrid": False, "is_attention_free": False, "hf_text_config": SimpleNamespace(**text), **model}
     config = SimpleNamespace(
-        model_config=SimpleNamespace(is_hybrid=hybrid, is_attention_free=free),
+        model_config=SimpleNamespace(**given),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        **{"speculative_config": None, "parallel_config": SimpleNamespace(pipeline_parallel_size=1), **options},
     )
     assert LMCConnector.get_required_kvcache_layout(config) is None
-    assert config.scheduler_config.disable_hybrid_kv_cache_manager is not (hybrid or free)
+    assert config.scheduler_config.disable_hybrid_kv_cache_manager is not several
 
 
 @pytest.mark.long
-def test_sliding_windows_keep_one_block_table_and_are_offloaded(models):
-    """With the hybrid manager, vLLM would give windows a block table of their own, and free the blocks behind them."""
-    with engine(models("gemma3mixed")) as lab:
-        (group,) = lab.scheduler.kv_cache_config.kv_cache_groups
-        assert len(group.layer_names) == 4
+@pytest.mark.parametrize("tables", [1, 2])
+def test_sliding_windows_are_offloaded_with_one_block_table_and_with_two(models, tables, caplog):
+    """With the hybrid manager, windows have a block table of their own, and vLLM frees the blocks that they pass."""
+    options = {"disable_hybrid_kv_cache_manager": True} if tables == 1 else {}
+    with caplog.at_level(logging.WARNING, "lmc"), engine(models("gemma3mixed"), **options) as lab:
+        assert len(lab.scheduler.kv_cache_config.kv_cache_groups) == tables
+        assert ("1.9 times the KV cache" in caplog.text) == (tables == 1)
         wanted = lab.vanilla(PLAIN)
         lab.ask(PLAIN)
         lab.forget_prefixes()

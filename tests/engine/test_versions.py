@@ -61,7 +61,7 @@ def test_a_step_without_tokens_saves_also_if_vllm_does_not_ask_for_it(lab, monke
     recorder = SimpleNamespace(save=made.extend, ends_loads=False)
     connector = get_kv_transfer_group()
     monkeypatch.setattr(connector, "_worker", recorder)
-    job = SaveJob(job=1, slot=0, blocks=(1,))
+    job = SaveJob(job=1, slot=0, tables=((1,),))
     connector.bind_connector_metadata(Metadata(StepPlan(scheduled=scheduled, saves=[job])))
     connector.get_finished(set())
     assert made == [job] * saved

@@ -63,7 +63,7 @@ class OneLayer(Canvas):
         self._pages, self._half, self._interleaved = pages, rotated // 2, interleaved
 
     def slots(self, positions):
-        return slots_of(self._pages, positions)
+        return [slots_of(self._pages, positions)]
 
     def read(self, layer, slots):
         size = self._pages.keys.shape[2]

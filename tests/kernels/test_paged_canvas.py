@@ -29,6 +29,7 @@ from lmc.keys import ChunkKey, RecordKind
 from lmc.shapes import KVShape
 
 HEADS, GROUP, DIM, BLOCK, LENGTH = 2, 2, 32, 16, 90
+TABLES = (3, 1, 4, 0, 2, 5), (2, 4, 0, 5, 3, 1)
 SIZE = 12  # of a document
 LAUNCHES, WEIGHTS = 14, 20  # in a layer of a pass, and where the weights of a correction are computed
 QUERIES = HEADS * GROUP
@@ -91,7 +92,7 @@ class Spec:
 
 
 class FewLayers(NativeLayers):
-    """Three layers over pages, in which the engine's blocks are `ratio` of the kernel's."""
+    """Three layers over pages, in which the engine's blocks are `ratio` of the kernel's; all have one block table."""
 
     def __init__(self, kernels, ratio: int, length: int, counting, *, without_values: bool) -> None:
         torch.manual_seed(0)
@@ -113,6 +114,7 @@ class FewLayers(NativeLayers):
         self.attentions = [LayerAttention(scale=DIM**-0.5, rotation=rotation)] * len(caches)
         self.shape = KVShape(layers=3, kv_heads=HEADS, head_dim=DIM, dtype=torch.float32)
         self.shapes, self._kinds, self.computes = [self.shape] * 3, [None] * 3, torch.float32
+        self.groups, self.group = 1, [0] * 3
         self._calls = OwnLayers(self._layers)
 
         def model(tokens: torch.Tensor, positions: torch.Tensor) -> None:
@@ -135,12 +137,14 @@ def layers_over(
     return FewLayers(kernels, ratio, length, counting, without_values=without_values)
 
 
-def outcome(kernels, ratio: int, *, ahead: bool = True, **canvas_has) -> list[torch.Tensor]:
+def outcome(kernels, ratio: int, *, ahead: bool = True, tables: int = 1, **canvas_has) -> list[torch.Tensor]:
     """Place two documents, one of them without its first tokens, run scattered rows, and read everything.
 
     With `ahead`, the parts of the next layer have always arrived.
     """
     layers = layers_over(kernels, ratio)
+    if tables == 2:  # The layer in the middle has a table of its own.
+        layers.groups, layers.group = 2, [0, 1, 0]
     parts = torch.randn(3, 2, 2, 30, HEADS, DIM)  # [L, document, K, T, H, D]
     pieces = [
         Piece(kind=RecordKind.DOCUMENT, key=ChunkKey(b""), tokens=tokens, at=at, first=first, skip=skip, stored=30,
@@ -148,8 +152,9 @@ def outcome(kernels, ratio: int, *, ahead: bool = True, **canvas_has) -> list[to
         for tokens, at, first, skip in ((30, 4, 0, 0), (22, 40, 8, 8))
     ]  # fmt: skip
     job = BlendJob(
-        request="request", tokens=tuple(range(LENGTH)), blocks=(3, 1, 4, 0, 2, 5)[: -(-LENGTH // layers.block_size)],
-        stop=LENGTH, policy=RecomputePolicy(strategy="all"),
+        request="request", tokens=tuple(range(LENGTH)),
+        tables=tuple(table[: -(-LENGTH // layers.block_size)] for table in TABLES[:tables]), stop=LENGTH,
+        policy=RecomputePolicy(strategy="all"),
         documents=tuple(replace(piece, slot=i) for i, piece in enumerate(pieces)),
     )  # fmt: skip
     canvas = PagedCanvas(
@@ -161,14 +166,16 @@ def outcome(kernels, ratio: int, *, ahead: bool = True, **canvas_has) -> list[to
         **canvas_has,
     )
     everything = canvas.slots(torch.arange(LENGTH))
+    for layer in range(3):
+        canvas.write(layer, everything[layer], *torch.randn(2, LENGTH, HEADS, DIM))
     rows, found = canvas.begin(torch.tensor([0, 1, 6, 9, 10, 39, 44, 80, LENGTH - 1])), []
     for layer in range(3):
         canvas.place(layer)
-        found += [one.clone() for one in canvas.read(layer, everything)]
+        found += [one.clone() for one in canvas.read(layer, everything[layer])]
         (batch,) = canvas.batches(rows)
         own = None if kernels.in_pages else attending(canvas, layer, rows.positions)
         canvas.run(layer, rows, batch, own if layer < 2 else None)
-        found += [one.clone() for one in canvas.read(layer, everything)]
+        found += [one.clone() for one in canvas.read(layer, everything[layer])]
     return [*found, rows.states]
 
 
@@ -189,6 +196,14 @@ def test_both_kinds_of_kernels_leave_the_same(monkeypatch, ratio):
     triton = kernels_of(torch.device("cpu"))
     assert triton.in_pages
     for one, other in zip(outcome(triton, ratio), outcome(TORCH, ratio), strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_layers_with_a_block_table_of_their_own_leave_the_same(monkeypatch, kernels):
+    monkeypatch.setenv("LMC_KERNELS", kernels)
+    found = outcome(kernels_of(torch.device("cpu")), 1, tables=2)
+    for one, other in zip(found, outcome(TORCH, 1), strict=True):
         assert torch.allclose(one, other, atol=1e-4)
 
 
@@ -260,7 +275,7 @@ def blend_of(
     ]
     job = BlendJob(
         request="request", tokens=tuple(torch.arange(length).remainder(100).tolist()),
-        blocks=tuple(range(-(-length // BLOCK)))[::-1], stop=length, policy=RecomputePolicy(**policy),
+        tables=(tuple(range(-(-length // BLOCK)))[::-1],), stop=length, policy=RecomputePolicy(**policy),
         documents=tuple(replace(piece, slot=i) for i, piece in enumerate(pieces)),
     )  # fmt: skip
     canvas = kind(
@@ -292,11 +307,12 @@ class MetaCanvas(PagedCanvas):
     @contextmanager
     def _hidden(self, rows=None):
         """The next rows are described with the values of the tokens and blocks."""
-        described = {name: one for name, one in vars(self).items() if name in ("_tokens", "_blocks", "_kernel_blocks")}
+        described = {name: one for name, one in vars(self).items() if name in ("_tokens", "_tables", "_kernel_tables")}
         forget(self)
         if rows is not None:
             for batch in rows.batches:
-                forget(batch.common)
+                for common in batch.common:
+                    forget(common)
             forget(rows)
         yield
         vars(self).update(described)
@@ -377,7 +393,8 @@ def test_the_estimate_of_memory_has_the_weights_of_every_document(monkeypatch):
             for i in range(documents)
         ]
         job = BlendJob(
-            request="request", tokens=(0,) * LENGTH, blocks=(0,), stop=LENGTH, policy=RecomputePolicy(strategy="all"),
+            request="request", tokens=(0,) * LENGTH, tables=((0,),), stop=LENGTH,
+            policy=RecomputePolicy(strategy="all"),
             documents=tuple(replace(piece, slot=i) for i, piece in enumerate(pieces)),
         )  # fmt: skip
         return memory_for(layers, job)
@@ -390,8 +407,8 @@ def test_rows_are_described_with_one_wait_however_many_batches_they_are(monkeypa
     layers, watch = layers_over(TORCH, 1), Watch()
     positions, blocks = torch.tensor([0, 1, 6, 9, 10, 39, 44, 80]), torch.arange(6)
     with watch.modes[0], watch.modes[1], watch.set(True):
-        rows = layers.begin(torch.arange(LENGTH), positions, blocks, 3)
-    assert [batch.common.num_reqs for batch in rows.batches] == [2, 2, 2]
+        rows = layers.begin(torch.arange(LENGTH), positions, [blocks], 3)
+    assert [batch.common[0].num_reqs for batch in rows.batches] == [2, 2, 2]
     assert watch.take()[1].count("cpu") == 1
 
 
@@ -400,8 +417,8 @@ def test_rows_of_a_long_prompt_share_one_block_table(monkeypatch):
     monkeypatch.setenv("LMC_KERNELS", "triton")
     layers, length = layers_over(kernels_of(torch.device("cpu")), 1), 40 * BLOCK
     positions, blocks = torch.arange(1, length, 2), torch.arange(40)
-    rows = layers.begin(torch.arange(length), positions, blocks, 100)
-    tables = [batch.common.block_table_tensor for batch in rows.batches]
+    rows = layers.begin(torch.arange(length), positions, [blocks], 100)
+    tables = [batch.common[0].block_table_tensor for batch in rows.batches]
     assert [len(table) for table in tables] == [100, 100, 100, 20]
     assert all(torch.equal(row, blocks[: len(row)].int()) for table in tables for row in table)
     assert sum(table.untyped_storage().nbytes() for table in tables) <= len(tables) * len(blocks) * 4

@@ -39,7 +39,9 @@ KEPT = [case for case in CASES if case[0] in SHAPES[1:3] and case[1] == (case[2:
 def test_changes_and_corrections_are_those_of_torch(shape, dtype, interleaved, layout):
     canvas, examples, others, stored = problem(shape, dtype, interleaved=interleaved, layout=layout)
     back = canvas.turn(examples, torch.zeros_like(examples))
-    found, wanted = (one.changes_of(canvas, 0, canvas.slots(examples), stored, back) for one in (shift_triton, shift))
+    found, wanted = (
+        one.changes_of(canvas, 0, canvas.slots(examples)[0], stored, back) for one in (shift_triton, shift)
+    )
     assert (found - wanted).abs().max() <= 1e-5
 
     counts = torch.randn(len(others), MOST_EXAMPLES) / MOST_EXAMPLES
@@ -49,11 +51,11 @@ def test_changes_and_corrections_are_those_of_torch(shape, dtype, interleaved, l
     )  # fmt: skip
     before = copied(canvas.paged(0))
     for over, one in ((canvas, shift_triton), (other, shift)):
-        one.correct(over, 0, over.slots(others), counts, wanted, spans, forth)
+        one.correct(over, 0, over.slots(others)[0], counts, wanted, spans, forth)
     for a, b in zip(canvas.paged(0)[:2], other.paged(0)[:2], strict=True):
         assert (a.float() - b.float()).abs().max() <= TOLERANCE[dtype] * 4  # Values are up to 4.
     unchanged = OneLayer(before, rotated=shape[3], interleaved=interleaved)
-    for a, b in zip(*(one.read(0, canvas.slots(examples)) for one in (canvas, unchanged)), strict=True):
+    for a, b in zip(*(one.read(0, canvas.slots(examples)[0]) for one in (canvas, unchanged)), strict=True):
         assert torch.equal(a, b)
 
 
@@ -67,12 +69,14 @@ def test_values_of_another_dim_are_corrected(rotated):
     examples, others = positions[: sum(EXAMPLES)], positions[sum(EXAMPLES) :]
     stored = torch.randn(len(examples), 1, 32), torch.randn(len(examples), 1, 80)
     back, forth = canvas.turn(examples, 0 * examples), canvas.turn(0 * others, others)
-    found, wanted = (one.changes_of(canvas, 0, canvas.slots(examples), stored, back) for one in (shift_triton, shift))
+    found, wanted = (
+        one.changes_of(canvas, 0, canvas.slots(examples)[0], stored, back) for one in (shift_triton, shift)
+    )
     assert found.shape == (len(examples), 32 + 80)
     assert (found - wanted).abs().max() <= 1e-5
     shares, spans = torch.randn(len(others), MOST_EXAMPLES) / MOST_EXAMPLES, Spans.of(TOKENS, EXAMPLES, canvas.device)
     for over, one in ((canvas, shift_triton), (other, shift)):
-        one.correct(over, 0, over.slots(others), shares, wanted, spans, forth)
+        one.correct(over, 0, over.slots(others)[0], shares, wanted, spans, forth)
     for a, b in zip(canvas.paged(0)[:2], other.paged(0)[:2], strict=True):
         assert (a - b).abs().max() <= 1e-4
 
@@ -82,7 +86,7 @@ def weights(kernels, tokens, examples, shape, dtype, *, interleaved, layout="NHD
     canvas, known, others, (stored, _) = problem(shape, dtype, tokens, examples, interleaved=interleaved, layout=layout)
     turns = tuple(canvas.turn(one, torch.zeros_like(one)) for one in (known, others))
     spans = Spans.of(tokens, examples, canvas.device)
-    return kernels.weights_of(canvas, 0, stored, canvas.slots(others), turns, spans)
+    return kernels.weights_of(canvas, 0, stored, canvas.slots(others)[0], turns, spans)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import Any
 from lmc.background import Background
 from lmc.blend.segments import Span, document_tokens
 from lmc.connectors.vllm.scheduler.claims import Claims
-from lmc.connectors.vllm.scheduler.isolation import cached_blocks
+from lmc.connectors.vllm.scheduler.kv_groups import KVGroups
 from lmc.connectors.vllm.scheduler.request_state import Role
 from lmc.connectors.vllm.scheduler.roles import Roles
 from lmc.connectors.vllm.start import Setup
@@ -145,7 +145,7 @@ class Administration:
             advice = self._advice(prompt, salt, state.documents)
             refused = advice.why if state.role is Role.EXACT else ""
         size, hashes = self._setup.block_size, request.block_hashes
-        local = min(cached_blocks(self._setup.pool, hashes), (len(prompt) - 1) // size) * size
+        local = min(KVGroups.of(self._setup).cached(hashes), (len(prompt) - 1) // size) * size
         plan, documents = None, []
         if state.policy:
             match = replace(self._claims.usable(state, local), documents=state.documents, refused=refused)

@@ -19,7 +19,8 @@ from typing import Any
 
 from lmc.connectors.vllm.messages import BackfillJob
 from lmc.connectors.vllm.scheduler.idle import IdleJob
-from lmc.connectors.vllm.scheduler.isolation import Salt, Salts, cached_blocks, set_salts
+from lmc.connectors.vllm.scheduler.isolation import Salt, Salts, set_salts
+from lmc.connectors.vllm.scheduler.kv_groups import KVGroups, numbers_of
 from lmc.connectors.vllm.scheduler.pending import PendingTransfers
 from lmc.connectors.vllm.start import Setup
 
@@ -54,7 +55,9 @@ class Backfill:
 
     def __init__(self, setup: Setup, pending: PendingTransfers) -> None:
         self._pool, self._block_size, self._clock = setup.pool, setup.block_size, setup.clock
-        self._spare = -(-setup.batch_tokens // setup.block_size)  # number of blocks that stay free for a prompt
+        self._groups = KVGroups.of(setup)
+        # Number of blocks that stay free for a prompt.
+        self._spare = self._groups.count * self._groups.blocks(setup.batch_tokens)
         self._pending, self._caches_prefixes = pending, setup.caches_prefixes
         self._waiting: OrderedDict[Salt, tuple[Any, Salts]] = OrderedDict()  # requests by their first salt
         self._under_way: IdleJob | None = None
@@ -103,9 +106,10 @@ class Backfill:
         while self._waiting:
             _, (request, salts) = self._waiting.popitem(last=False)
             one = self._blended(request, salts)
-            known = [self._pool.get_cached_block(block, [0])[0] for block in one.hashes[: self._known(one)]]
-            need = len(one.hashes) - len(known)
-            taken = need + sum(block.ref_cnt == 0 for block in known)
+            count = self._known(one)
+            known = [self._pool.get_cached_block(block, self._all) for block in one.hashes[:count]]
+            need = (len(one.hashes) - count) * self._groups.count
+            taken = need + sum(block.ref_cnt == 0 for blocks in known for block in blocks)
             if need and taken + self._spare <= self._pool.get_num_free_blocks():
                 return self._begin(one, known)
         return None
@@ -124,9 +128,14 @@ class Backfill:
             self._under_way.given_up = True
         self._waiting.clear()
 
+    @property
+    def _all(self) -> list[int]:
+        return list(range(self._groups.count))
+
     def _known(self, one: BlendedRequest) -> int:
-        """Return how many leading blocks of a request are in vLLM's prefix cache."""
-        return cached_blocks(self._pool, one.hashes)
+        """Return how many leading blocks of a request are in vLLM's prefix cache in all groups."""
+        found = enumerate(one.hashes)
+        return next((n for n, block in found if not self._pool.get_cached_block(block, self._all)), len(one.hashes))
 
     def _blended(self, request: Any, salts: Salts) -> BlendedRequest:
         """Return the full blocks of a request with their exact hashes."""
@@ -136,31 +145,35 @@ class Backfill:
         set_salts(request, salts)
         return BlendedRequest(request, tuple(request.all_token_ids[: full * self._block_size]), hashes)
 
-    def _begin(self, one: BlendedRequest, held: list[Any]) -> BackfillJob:
-        """Return the job for a request whose first blocks, `held`, are in vLLM's prefix cache."""
-        known = len(held)
+    def _begin(self, one: BlendedRequest, cached: list[list[Any]]) -> BackfillJob:
+        """Return the job for a request whose first blocks, `cached` in each group, are in vLLM's prefix cache."""
+        known, size = len(cached), self._block_size
+        held = [block for blocks in cached for block in blocks]
         self._pool.touch(held)
         try:
-            blocks = [*held, *self._pool.get_new_blocks(len(one.hashes) - known)]
+            taken = self._groups.take((len(one.hashes) - known) * size)
         except Exception:
             self._pool.free_blocks(reversed(held))
             raise
+        of_groups = [[*held[group :: self._groups.count], *new] for group, new in enumerate(taken)]
 
         def done(*, failed: bool) -> None:
             self._under_way = None
             try:  # A request may have computed and cached the same blocks in the meantime.
                 if not failed and self._known(one) == known:
                     request = ExactRequest(one.request, one.hashes)
-                    self._pool.cache_full_blocks(request, blocks, known, len(blocks), self._block_size, 0)
+                    for group, blocks in enumerate(of_groups):
+                        self._pool.cache_full_blocks(request, blocks, known, len(blocks), size, group)
                     self.done += 1
             finally:
-                self._pool.free_blocks(reversed(blocks))
+                for blocks in of_groups:
+                    self._pool.free_blocks(reversed(blocks))
 
         job = self._pending.begin([], done)
         self._under_way = IdleJob(job, self._clock)
         return BackfillJob(
             job=job,
             tokens=one.tokens,
-            known=known * self._block_size,
-            blocks=tuple(block.block_id for block in blocks),
+            known=known * size,
+            tables=numbers_of(of_groups),
         )

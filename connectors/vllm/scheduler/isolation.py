@@ -46,14 +46,6 @@ def set_salts(request: Any, salts: Salts, *, replacing: Salts = ()) -> None:
         request.update_block_hashes()
 
 
-def cached_blocks(pool: Any, hashes: Sequence[bytes]) -> int:
-    """Return how many leading blocks are in the engine's own cache."""
-    for count, found in enumerate(hashes):
-        if not pool.get_cached_block(found, [0]):
-            return count
-    return len(hashes)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OwnBlend:
     """A prompt that this engine has blended."""

@@ -5,33 +5,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lmc.blend.strategies import NEEDS_QUESTION
-from lmc.connectors.vllm.messages import BlendJob, LoadJob, PageCopy
+from lmc.connectors.vllm.messages import BlendJob, LoadJob, PageCopy, passed_blocks
 from lmc.connectors.vllm.scheduler.request_state import RequestState
 from lmc.engine import Piece, Plan
 from lmc.keys import ChunkKey, RecordKind
 from lmc.storage.contract import Pin
 
-NULL = 0  # the engine's null block
-
 
 def job_of(
-    state: RequestState, plan: Plan, blocks: Sequence[int], block_size: int, *, ready: bool
+    state: RequestState, plan: Plan, tables: Sequence[Sequence[int]], block_size: int, *, ready: bool
 ) -> LoadJob | BlendJob:
     """Return the job for a plan whose chunks are pinned; `ready` means that all parts are already in their slots."""
     request, local = state.request, plan.match.local
-    copies = page_copies(plan.exact, state.pins, blocks, block_size)
-    documents = [(piece, state.pins[piece.key]) for piece in plan.pieces if piece.kind is RecordKind.DOCUMENT]
-    if not documents:
+    copies = page_copies(plan.exact, state.pins, tables, block_size)
+    if not is_blend(plan):
         return LoadJob(request=state.id, copies=copies, ready=ready)
+    documents = [(piece, state.pins[piece.key]) for piece in plan.pieces if piece.kind is RecordKind.DOCUMENT]
     assert state.policy is not None
-    pages = [piece.stop for piece in plan.exact if piece.kind is RecordKind.PAGES]
     length = plan.stop if state.policy.strategy in NEEDS_QUESTION else min(plan.stop, request.num_prompt_tokens)
     return BlendJob(
         request=state.id,
         tokens=tuple(request.prompt_token_ids[:length]),
-        blocks=tuple(blocks[: -(-length // block_size)]),
+        tables=tuple(tuple(table[: -(-length // block_size)]) for table in tables),
         start=local,
-        exact=max([local, *pages]),
+        exact=end_of_pages(plan),
         stop=min(plan.stop, request.num_prompt_tokens - 1),
         question=min(state.question, length),
         copies=copies,
@@ -41,18 +38,29 @@ def job_of(
     )
 
 
+def is_blend(plan: Plan) -> bool:
+    """Return whether workers place documents for a plan, and do not only copy pages."""
+    return any(piece.kind is RecordKind.DOCUMENT for piece in plan.pieces)
+
+
+def end_of_pages(plan: Plan) -> int:
+    """Return the position up to which the engine's own blocks and loaded pages have the KV of a prompt."""
+    return max([plan.match.local, *(piece.stop for piece in plan.exact if piece.kind is RecordKind.PAGES)])
+
+
 def page_copies(
-    pieces: Sequence[Piece], pins: Mapping[ChunkKey, Pin], blocks: Sequence[int], block_size: int
+    pieces: Sequence[Piece], pins: Mapping[ChunkKey, Pin], tables: Sequence[Sequence[int]], block_size: int
 ) -> tuple[PageCopy, ...]:
     """Return the page copies of exact chunks, without copies into null blocks that a sliding window has passed."""
-    passed = next((at for at, block in enumerate(blocks) if block != NULL), len(blocks))
     copies = []
-    for piece in pieces:
-        at, page, stop = piece.at // block_size, piece.skip // block_size, piece.stop // block_size
-        skip = max(0, passed - at)
-        if piece.kind is RecordKind.PAGES and at + skip < stop:
-            pin, wanted = pins[piece.key], tuple(blocks[at + skip : stop])
-            copies.append(PageCopy(slot=pin.slot, tag=pin.tag, blocks=wanted, first=page + skip))
+    for group, table in enumerate(tables):
+        passed = passed_blocks(table)
+        for piece in pieces:
+            at, page, stop = piece.at // block_size, piece.skip // block_size, piece.stop // block_size
+            skip = max(0, passed - at)
+            if piece.kind is RecordKind.PAGES and at + skip < stop:
+                pin, wanted = pins[piece.key], tuple(table[at + skip : stop])
+                copies.append(PageCopy(slot=pin.slot, tag=pin.tag, blocks=wanted, first=page + skip, group=group))
     return tuple(copies)
 
 

@@ -7,7 +7,7 @@ third prompt reuses it. Learning may take `SHARE` of the time, so that it never 
 from bisect import bisect_left
 from collections import Counter
 
-from lmc.connectors.vllm.scheduler.isolation import cached_blocks
+from lmc.connectors.vllm.scheduler.kv_groups import KVGroups
 from lmc.connectors.vllm.scheduler.request_state import RequestState
 from lmc.connectors.vllm.scheduler.roles import Roles
 from lmc.connectors.vllm.start import Setup
@@ -39,7 +39,8 @@ class RepeatedTexts:
         request, size = state.request, self._setup.block_size
         hashes = request.block_hashes
         # The engine's own cache has these tokens, so they were remembered when they were computed.
-        cached = bisect_left(hashes, True, key=lambda block: not cached_blocks(self._setup.pool, [block]))
+        groups = KVGroups.of(self._setup)
+        cached = bisect_left(hashes, True, key=lambda block: not groups.cached([block]))
         tenant = self._tenant(state)
         state.repeats = tuple(self._repeats.find(tenant, request.prompt_token_ids, hashes, size, cached * size))
 

@@ -10,6 +10,7 @@ from typing import Any
 from lmc.blend.segments import Span
 from lmc.blend.strategies import RecomputePolicy
 from lmc.connectors.vllm.scheduler.isolation import Salts
+from lmc.connectors.vllm.scheduler.kv_groups import Borrowed
 from lmc.connectors.vllm.scheduler.request_options import Options
 from lmc.engine import DocumentMatch, Plan, Unlearned
 from lmc.keys import ChunkKey
@@ -47,6 +48,7 @@ class RequestState:
     is_long: bool = False  # The engine would compute a tenth of a step or more: earlier blends go first.
     turn_since: float | None = None  # time since which the request may have waited for earlier blends
     claim: Plan | None = None  # the plan that the engine was promised, from pinned chunks
+    borrowed: Borrowed | None = None  # blocks that the blend under way needs in addition to the request's own
     # Time limits of the request's loads
     waiting_since: float | None = None  # time since which the engine waits for the claim or the load
     progress_at: float = 0.0  # time of the last arrival of a part

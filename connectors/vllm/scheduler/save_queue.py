@@ -4,15 +4,19 @@ An exact chunk is saved when it is full, and the last blocks when the request en
 the one that fills them, so that the first token of a response does not wait for the copy. A request for one token is an
 exception: if another engine decodes, it looks for the chunks as soon as that token is there. The blocks are held until
 every rank has reported the copy, so that the engine does not give them to another request.
+
+Requests continue only at the end of a chunk. For layers with a window, only the pages that tokens after the chunk see
+are therefore saved; the engine may have freed earlier ones.
 """
 
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from lmc.connectors.vllm.messages import LearnJob, SaveJob
+from lmc.connectors.vllm.messages import NULL, LearnJob, SaveJob, Table
 from lmc.connectors.vllm.scheduler.idle import IdleJob
 from lmc.connectors.vllm.scheduler.kv_events import KVEvents
+from lmc.connectors.vllm.scheduler.kv_groups import KVGroups, numbers_of
 from lmc.connectors.vllm.scheduler.pending import Done, PendingTransfers
 from lmc.connectors.vllm.scheduler.request_state import RequestState, Role
 from lmc.connectors.vllm.start import Setup
@@ -20,7 +24,7 @@ from lmc.engine import NewChunk, Unlearned
 
 log = logging.getLogger(__name__)
 
-Table = Callable[[], Sequence[int]]  # returns a request's block table
+BlockTables = Callable[[], Sequence[Sequence[int]]]  # returns a request's block tables
 
 
 class SaveQueue:
@@ -28,10 +32,11 @@ class SaveQueue:
 
     def __init__(self, setup: Setup, pending: PendingTransfers, events: KVEvents | None) -> None:
         self._settings, self._engine, self._pool = setup.settings, setup.engine, setup.pool
-        self._block_size = setup.block_size
+        self._block_size, self._groups = setup.block_size, KVGroups.of(setup)
         self._pending, self._events, self._chunk = pending, events, setup.engine.chunk_size
         self._longest = setup.longest
-        self._spare = -(-setup.batch_tokens // setup.block_size)  # number of blocks that learning leaves free
+        # Number of blocks that learning leaves free.
+        self._spare = self._groups.count * self._groups.blocks(setup.batch_tokens)
         self._saves: list[SaveJob] = []  # for the next step
         self._urgent: list[SaveJob] = []  # for the step that fills their blocks
         self._clock = setup.clock
@@ -53,27 +58,36 @@ class SaveQueue:
         saves, self._urgent = self._urgent, []
         return saves
 
-    def save_due(self, state: RequestState, computed: int, table: Table) -> None:
+    def save_due(self, state: RequestState, computed: int, tables: BlockTables) -> None:
         """Save the exact chunks that are full after `computed` tokens."""
         if state.role is Role.LEARN:  # The documents of a request to learn are stored; its pages are not saved again.
             return
         full = self._storable(state, computed) // self._chunk
         if full > state.saved:
             chunks, state.saved = range(state.saved, full), full
-            self._save(state, table, dict.fromkeys(chunks, self._chunk))
-        following = (state.saved + 1) * self._chunk
-        state.save_at = following if following <= self._last_storable(state) else math.inf
+            self._save(state, tables, dict.fromkeys(chunks, self._chunk))
+        following, last = (state.saved + 1) * self._chunk, self._last_storable(state)
+        state.save_at = following if following <= last else math.inf
+        if self._groups.windowed and following > last:  # The engine would free blocks of the last chunk in decode.
+            if computed >= last:
+                self._save_rest(state, computed, tables)
+            else:
+                state.save_at = last
 
-    def save_tail(self, state: RequestState, blocks: Sequence[int]) -> None:
-        """Save the full blocks after a request's last full chunk, as a partly full chunk."""
+    def save_tail(self, state: RequestState, tables: Sequence[Sequence[int]]) -> None:
+        """Save the full blocks after an ended request's last full chunk, as a partly full chunk."""
         if state.role is Role.LEARN:
             return
         # The last sampled token has no KV.
-        tokens = self._storable(state, min(state.request.num_computed_tokens, state.request.num_tokens - 1))
-        chunk, rest = divmod(tokens, self._chunk)
+        computed = min(state.request.num_computed_tokens, state.request.num_tokens - 1)
+        self._save_rest(state, computed, lambda: tables)
+
+    def _save_rest(self, state: RequestState, computed: int, tables: BlockTables) -> None:
+        """Save the full blocks after the last full chunk of `computed` tokens."""
+        chunk, rest = divmod(self._storable(state, computed), self._chunk)
         rest -= rest % self._block_size
         if rest and chunk >= state.saved:
-            self._save(state, lambda: blocks, {chunk: rest})
+            self._save(state, tables, {chunk: rest})
 
     def learns(self, document: Unlearned) -> bool:
         """Return whether a document waits to be learned, or is being learned."""
@@ -93,17 +107,17 @@ class SaveQueue:
         if document is None:
             return None
         tokens = (*self._engine.prefix, *document.tokens)
-        need = self._blocks_for(document)
         if self._never_fits(document):
             log.warning("a document of %d tokens is too long to be learned", len(document.tokens))
             return None
         slots = self._engine.begin_document(document.namespace, document.tokens, document.name)
         if slots is None:
             return None
-        blocks, resets = self._pool.get_new_blocks(need), self.resets
+        blocks, resets = self._groups.take(len(tokens)), self.resets
 
         def done(*, failed: bool) -> None:
-            self._pool.free_blocks(blocks)
+            for of_group in blocks:
+                self._pool.free_blocks(of_group)
             waiting.under_way.discard(document)
             given_up = self._idle is not None and self._idle.given_up
             self._idle = None
@@ -117,7 +131,7 @@ class SaveQueue:
             job=job,
             tokens=tokens,
             document=len(self._engine.prefix),
-            blocks=tuple(block.block_id for block in blocks),
+            tables=numbers_of(blocks),
             chunk=self._chunk,
             slots=tuple(slot.slot if slot else -1 for slot in slots),
             resets=resets,
@@ -144,7 +158,7 @@ class SaveQueue:
 
     def _blocks_for(self, document: Unlearned) -> int:
         """Return how many blocks learning a document needs."""
-        return -(-(len(self._engine.prefix) + len(document.tokens)) // self._block_size)
+        return self._groups.count * self._groups.blocks(len(self._engine.prefix) + len(document.tokens))
 
     def _never_fits(self, document: Unlearned) -> bool:
         """Return whether a document is too long to be learned in this engine. The null block is never free."""
@@ -167,7 +181,7 @@ class SaveQueue:
         last = math.inf if self._settings.save_decode_cache else float(state.request.num_prompt_tokens)
         return last if state.approximate is None else min(last, state.approximate)
 
-    def _save(self, state: RequestState, table: Table, chunks: Mapping[int, int]) -> None:
+    def _save(self, state: RequestState, tables: BlockTables, chunks: Mapping[int, int]) -> None:
         """Save exact chunks; `chunks` maps the index of each chunk to its number of tokens."""
         places = [
             (chunk * self._chunk // self._block_size, tokens // self._block_size) for chunk, tokens in chunks.items()
@@ -177,19 +191,33 @@ class SaveQueue:
         new = [NewChunk(*chunk, label) for chunk, label in zip(chunks.items(), labels, strict=True)]
         chain = self._engine.block_chain(state.hashes, self._block_size)
         slots = self._engine.begin_exact(chain, new, state.request.cache_salt or "")
-        numbers = table() if any(slots) else ()
+        numbers = tables() if any(slots) else ()
         for slot, (first, count), known in zip(slots, places, details, strict=True):
             if slot is None:
                 continue
-            blocks = tuple(numbers[first : first + count])
-            if len(blocks) < count or any(self._pool.blocks[block].is_null for block in blocks):
-                self._engine.store.abort(slot)  # A sliding window has passed these blocks.
+            hashes = state.request.block_hashes
+            saved = [self._in_chunk(group, table, hashes, first, count) for group, table in enumerate(numbers)]
+            if not all(saved):
+                self._engine.store.abort(slot)
                 continue
             if self._events and known:
                 self._events.expect(slot.meta.key, known)
-            job = self._pending.begin([slot], self._hold(blocks))
+            job = self._pending.begin([slot], self._hold([block for table in saved for block in table if block]))
             saves = self._urgent if state.request.max_tokens == 1 else self._saves
-            saves.append(SaveJob(job=job, slot=slot.slot, blocks=blocks))
+            saves.append(SaveJob(job=job, slot=slot.slot, tables=tuple(saved)))
+
+    def _in_chunk(self, group: int, table: Sequence[int], hashes: Sequence[bytes], first: int, count: int) -> Table:
+        """Return the `count` blocks of a chunk in a group; the null block replaces those that no later token sees.
+
+        Blocks that a window has passed may still be in the engine's prefix cache, under the request's `hashes`. Returns
+        nothing if the engine no longer has a block that a later token sees.
+        """
+        stop = first + count
+        begin = max(first, self._groups.first_seen(group, stop * self._block_size))
+        if len(table) < stop:
+            return ()
+        blocks = [table[at] or self._groups.cached_block(group, hashes[at]) for at in range(begin, stop)]
+        return (NULL,) * (begin - first) + tuple(blocks) if all(blocks) else ()
 
     def _hold(self, blocks: Sequence[int]) -> Done:
         """Hold blocks so that the engine does not reuse them, and return the function that releases them."""

@@ -19,7 +19,7 @@ import logging
 import os
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from lmc.blend.strategies import NEEDS_QUESTION
@@ -27,9 +27,10 @@ from lmc.connectors.vllm.messages import BLEND_SHARE, StepPlan, StepReport
 from lmc.connectors.vllm.scheduler.backfill import Backfill
 from lmc.connectors.vllm.scheduler.claims import Claims
 from lmc.connectors.vllm.scheduler.idle import REST_SECONDS
-from lmc.connectors.vllm.scheduler.isolation import OwnBlends, cached_blocks, salt_of, set_salts
-from lmc.connectors.vllm.scheduler.jobs import job_of, sources_of
+from lmc.connectors.vllm.scheduler.isolation import OwnBlends, salt_of, set_salts
+from lmc.connectors.vllm.scheduler.jobs import end_of_pages, is_blend, job_of, sources_of
 from lmc.connectors.vllm.scheduler.kv_events import KVEvents
+from lmc.connectors.vllm.scheduler.kv_groups import KVGroups
 from lmc.connectors.vllm.scheduler.pending import PendingTransfers
 from lmc.connectors.vllm.scheduler.prefill_pace import PrefillPace
 from lmc.connectors.vllm.scheduler.repeated import RepeatedTexts
@@ -46,11 +47,12 @@ from lmc.storage.memory.slab import SlabAddress
 
 log = logging.getLogger(__name__)
 
-Tables = Callable[[str], Sequence[int]]  # returns the block table of a scheduled request
+BlockTables = Callable[[str], Sequence[Sequence[int]]]  # returns the block tables of a scheduled request
 
 # The note of a prompt that repeats the documents of an earlier blend in the same order. It is computed exactly, so that
 # later prompts find its blocks in the engine's own cache.
 REPEATED = "its documents are computed, so that the engine's own cache has them for further prompts with this beginning"
+LACKS_BLOCKS = "stored documents were computed, because the engine has too few free blocks for a blend"
 RECENT = 1000  # requests whose facts are kept
 BEGUN = 16  # maximal number of tokens that a chat template writes after the header of the next answer
 FEW_TOKENS = 128  # If the engine's cache lacks at most this many prompt tokens, lmc does not look for stored chunks.
@@ -66,6 +68,7 @@ class Scheduler:
     def __init__(self, setup: Setup) -> None:
         self._layers = sum(setup.stages)
         self._setup, self.engine, self._pool, self._block_size = setup, setup.engine, setup.pool, setup.block_size
+        self._groups = KVGroups.of(setup)
         self.counts: Counter[str] = Counter()
         # Observations for histograms, by the keys of `lmc.metrics`.
         self._observed: defaultdict[str, list[float]] = defaultdict(list)
@@ -164,7 +167,28 @@ class Scheduler:
             state.is_long = tokens * BLEND_SHARE >= self._setup.batch_tokens and not request.num_preemptions
             if state.is_long and self._waits_its_turn(state, local):
                 return None
+            if self._lacks_blocks(state, plan):
+                if self._may_wait(state):
+                    self._claims.release(state)
+                    return None
+                state.refused = LACKS_BLOCKS
+                state.note = "; ".join(filter(None, (state.note, LACKS_BLOCKS)))
+                plan = state.claim = self._claims.make(state, local)
         return plan
+
+    def _lacks_blocks(self, state: RequestState, plan: Plan) -> bool:
+        """Return whether too few blocks are free for a prompt and for what its blend borrows."""
+        if not (self._groups.windowed and is_blend(plan)):
+            return False
+        need = self._groups.lacking(end_of_pages(plan), plan.stop)
+        return need + self._groups.kept(state.request.num_tokens) > int(self._pool.get_num_free_blocks())
+
+    def _may_wait(self, state: RequestState) -> bool:
+        """Return whether a request can wait, for a limited time, for the blocks of requests that run."""
+        now = self._setup.clock()
+        state.turn_since = now if state.turn_since is None else state.turn_since
+        runs = any(other.scheduled or other.loading for other in self._states.values())
+        return runs and now - state.turn_since < MAX_TURN_SECONDS
 
     def _waits_its_turn(self, state: RequestState, local: int) -> bool:
         """Return whether blends of earlier requests go first, as the prefill of these requests would without lmc.
@@ -179,7 +203,7 @@ class Scheduler:
         state.turn_since = now if state.turn_since is None else state.turn_since
         if state.is_long and now - state.turn_since < MAX_TURN_SECONDS:
             first = {blend.id for blend in self._blending.values() if self._comes_before(blend.request, state.request)}
-        blocks = -(-(state.request.num_tokens - local) // self._block_size)
+        blocks = self._groups.kept(state.request.num_tokens - local)
         lacks_blocks = self._waiting_blocks and self._waiting_blocks + blocks > self._pool.get_num_free_blocks()
         if not first and not lacks_blocks:
             return False
@@ -200,8 +224,8 @@ class Scheduler:
         if state.salts:
             state.continued = max(0, local - state.salts[0][0] * self._block_size)
 
-    def allocated(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
-        """Create the job for a claim of `tokens` tokens, for which the engine has allocated `blocks`."""
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], tokens: int) -> None:
+        """Create the job for a claim of `tokens` tokens; `tables` has the blocks that the engine has allocated."""
         state = self._states.get(request.request_id)
         if state is None or not tokens:
             return
@@ -210,6 +234,12 @@ class Scheduler:
         local = plan.match.local
         assert plan.stop - local == tokens, "the engine loads another number of tokens than was claimed"
         state.claim, state.loading, state.loading_since = None, True, self._setup.clock()
+        if self._groups.windowed and is_blend(plan):
+            state.borrowed = self._groups.completed(tables, request.block_hashes, local, end_of_pages(plan))
+            if state.borrowed is None:  # The engine has evicted blocks to allocate these.
+                self.fail_load(state.id, tables)
+                return
+            tables = state.borrowed.tables
         self._claims.wait_from_now(state)
         state.sources = sources_of(plan.pieces, state.pins)
         if request.prefill_stats and not request.num_preemptions:
@@ -223,7 +253,7 @@ class Scheduler:
             self._isolate(state, plan)
             if ready:
                 self._blending[state.id] = state
-        self._next.loads.append(job_of(state, plan, blocks, self._block_size, ready=ready))
+        self._next.loads.append(job_of(state, plan, tables, self._block_size, ready=ready))
         if state.role is not Role.LEARN:
             self.counts["blends" if plan.approximate else "loads"] += 1
             self._repeated.reused(state, plan)
@@ -237,7 +267,7 @@ class Scheduler:
         found["computed"] = tokens - sum(found.values())
         return {place: count for place, count in found.items() if count > 0}
 
-    def finished(self, request: Any, blocks: Sequence[int]) -> dict[str, object] | None:
+    def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> dict[str, object] | None:
         """Save the last blocks of an ended request, queue its unknown documents, and return facts for the response."""
         state = self._states.get(request.request_id)
         if state is None:
@@ -247,7 +277,7 @@ class Scheduler:
         if request.num_computed_tokens:
             self._observed[key("reused_tokens", (state.mode,))].append(sum(state.sources.values()))
         if not state.loading:  # Otherwise a worker may still read the chunks, and reports when it has stopped.
-            self._saves.save_tail(state, blocks)
+            self._saves.save_tail(state, tables)
             aborted = request.status.name == "FINISHED_ABORTED"
             if state.salts and request.num_computed_tokens and not (aborted or self.off):
                 self._backfill.add(request, state.salts)
@@ -274,7 +304,7 @@ class Scheduler:
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def plan(self, scheduled: dict[str, int], tables: Tables) -> StepPlan:
+    def plan(self, scheduled: dict[str, int], tables: BlockTables) -> StepPlan:
         """Return the plan of this step for the workers."""
         if scheduled:
             self.engine.background.stepped()
@@ -364,11 +394,11 @@ class Scheduler:
             self._own_blends.forget(request, state.salt)
             self._claims.release(state)
 
-    def fail_load(self, request: str, blocks: Sequence[int]) -> None:
-        """Report to the engine that the load of a request has failed; `blocks` is its block table."""
-        state = self._states[request]
+    def fail_load(self, request: str, tables: Sequence[Sequence[int]]) -> None:
+        """Report to the engine that the load of a request has failed; `tables` are its block tables."""
+        state, first = self._states[request], self._states[request].local // self._block_size
         self._next.loads = [job for job in self._next.loads if job.request != request]
-        self._next.failed[request] = tuple(blocks[state.local // self._block_size :])
+        self._next.failed[request] = tuple(block for table in tables for block in table[first:])
         state.loading = True
         self.abandon(request)
 
@@ -391,9 +421,25 @@ class Scheduler:
                 if state.request.is_finished():
                     del self._states[request]
 
-    def _end_blends(self, received: Iterable[str]) -> None:
+    def _end_blends(self, received: Iterable[str], lost: Collection[str] | None = None) -> None:
+        """End the blends of `received` requests, and return the blocks that they have borrowed.
+
+        Without `lost`, the requests whose load has failed, it is unknown which blocks are valid.
+        """
         for request in received:
             self._blending.pop(request, None)
+            state = self._states.get(request)
+            if state is None or state.borrowed is None:
+                continue
+            borrowed, state.borrowed = state.borrowed, None
+            # Workers stop blending for a request that ends, without a failure.
+            invalid = lost is None or request in lost or state.given_up or state.request.is_finished() or self.off
+            exact = 0 if invalid else state.approximate or 0
+            try:
+                if exact:  # For groups with a window, the engine does not keep these blocks.
+                    self._saves.save_due(state, exact, lambda tables=borrowed.tables: tables)  # type: ignore[misc]
+            finally:
+                self._groups.give_back(borrowed, state.request, exact if self._setup.caches_prefixes else 0)
 
     def switch_off(self) -> None:
         """Serve the engine without lmc from now on. Jobs under way are finished."""
@@ -431,7 +477,7 @@ class Scheduler:
 
     def reported(self, report: StepReport, received: set[str]) -> None:
         """Process the workers' report; `received` are requests whose load has ended on all ranks."""
-        self._end_blends(received)
+        self._end_blends(received, report.lost)
         self.has_news = self.has_news or bool(report.done or report.failed)
         self.pending.report(report.done, report.failed)
         for request in report.lost & self._states.keys():
@@ -575,7 +621,7 @@ class Scheduler:
 
     def _cached(self, request: Any) -> int:
         """Return how many leading tokens of a request are in the engine's own cache."""
-        return cached_blocks(self._pool, request.block_hashes) * self._block_size
+        return self._groups.cached(request.block_hashes) * self._block_size
 
     def _is_short(self, state: RequestState) -> bool:
         """Return whether a prompt is so short that loading it takes as long as computing it, and has no documents."""
@@ -604,7 +650,7 @@ class Scheduler:
         if known <= 0 or request.skip_reading_prefix_cache or block >= len(request.block_hashes):
             return False
         # All blocks before a cached block are cached, too, as long as the engine evicts the last ones first.
-        more = cached_blocks(self._pool, request.block_hashes[block:])
+        more = self._groups.cached(request.block_hashes[block:])
         exact = (block + more) * self._block_size if more else 0
         if self._has_no_documents(state):
             return exact > 0

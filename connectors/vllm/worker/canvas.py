@@ -13,6 +13,7 @@ from lmc.blend.layer_attention import LayerAttention, turns_of
 from lmc.blend.staging import Staging
 from lmc.connectors.vllm.messages import BlendJob
 from lmc.connectors.vllm.worker.native import NativeLayers, PagedRows, RowBatch
+from lmc.connectors.vllm.worker.paged import TokenAccess
 from lmc.connectors.vllm.worker.streams import LayerLoads
 from lmc.connectors.vllm.worker.tensor_parallel import agreed, largest, summed
 
@@ -57,18 +58,17 @@ class PagedCanvas:
         self._layers, self._job, self._batch_rows, self._part = layers, job, batch_rows, part
         self.call_cost, self.compiled = call_cost(self.device), batch_rows.through > 0
         self._tokens = torch.tensor(job.tokens, device=self.device)
-        self._blocks = torch.tensor(job.blocks, device=self.device)
-        self._kernel_blocks = layers.kernel_blocks(self._blocks).to(torch.int32)
+        self._tables = [torch.tensor(table, device=self.device) for table in job.tables]
+        self._kernel_tables = [layers.kernel_blocks(table).to(torch.int32) for table in self._tables]
         old, new = positions_of(job.documents, self.device)
         self._stored = self.slots(new)
         self._turns = turns_of(self.attentions, old, new)
-        self._loads, self._place_cost = loads, len(self._stored) // COPY_COST + 1
+        self._loads, self._place_cost = loads, len(new) // COPY_COST + 1
         if loads is not None:
             self._place_cost += loads.cost
         self._staging: Staging | None = None
         if stream is not None and self.kernels.in_pages and job.documents:
-            shapes, count = layers.shapes, len(self._stored)
-            self._staging = Staging(self.kernels, self._parts, shapes, count, self.device, stream)
+            self._staging = Staging(self.kernels, self._parts, layers.shapes, len(new), self.device, stream)
 
     def place(self, layer: int) -> int:
         """Load the exact pages of a layer, and write its stored keys, rotated, and values into the other pages.
@@ -79,14 +79,15 @@ class PagedCanvas:
             self._loads.finish(layer)
         if self._staging is not None:
             with self._staging.parts(layer) as parts:
-                self._place(layer, [parts], self._stored, self.paged(layer))
+                self._place(layer, [parts], self._stored[layer], self.paged(layer))
         elif self.kernels.in_pages:
-            self._place(layer, self._parts(layer), self._stored, self.paged(layer))
+            self._place(layer, self._parts(layer), self._stored[layer], self.paged(layer))
         else:  # Only the backend's own writer knows the layout; it is called once.
-            keys, values = self._layers.access[layer].empty(len(self._stored))
-            beside = torch.arange(len(self._stored), device=self.device)
+            slots = self._stored[layer]
+            keys, values = self._layers.access[layer].empty(len(slots))
+            beside = torch.arange(len(slots), device=self.device)
             self._place(layer, self._parts(layer), beside, Paged.of((keys.transpose(0, 1), values.transpose(0, 1))))
-            self.write(layer, self._stored, keys, values)
+            self.write(layer, slots, keys, values)
         ahead = [copies for copies in (self._loads, self._staging) if copies is not None]
         if ahead and layer + 1 < self.depth and self.arrived(layer + 1):
             for copies in ahead:
@@ -105,11 +106,11 @@ class PagedCanvas:
     def begin(self, positions: torch.Tensor, *, through: bool = False) -> PagedRows:
         """Return rows before layer 0, with the metadata that the attention backend needs."""
         size = self._batch_rows.through if through else self._batch_rows.layer
-        return self._layers.begin(self._tokens, positions, self._blocks, size)
+        return self._layers.begin(self._tokens, positions, self._tables, size)
 
     def keep(self, rows: PagedRows, kept: torch.Tensor) -> PagedRows:
         """Return the `kept` rows. Their projections are computed again when they run."""
-        return self._layers.keep(rows, kept, self._blocks, self._batch_rows.layer)
+        return self._layers.keep(rows, kept, self._tables, self._batch_rows.layer)
 
     def batches(self, rows: PagedRows) -> list[slice]:
         """Return the batches of rows; each batch goes in one call."""
@@ -123,9 +124,9 @@ class PagedCanvas:
         """Run the engine's compiled model."""
         self._layers.run_through(rows, _batch(rows, batch), attention_of)
 
-    def slots(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return slot numbers `[T]`: block × block size + offset."""
-        return self._layers.slots(self._blocks, positions)
+    def slots(self, positions: torch.Tensor) -> list[torch.Tensor]:
+        """Return slot numbers `[T]` by layer: block × block size + offset."""
+        return self._layers.slots(self._tables, positions)
 
     def read(self, layer: int, slots: torch.Tensor) -> KV:
         """Return copies `[T, H, D]` from the pages."""
@@ -137,13 +138,14 @@ class PagedCanvas:
 
     def paged(self, layer: int) -> Paged:
         """Return the pages of a layer, with this prompt's blocks."""
-        return self._layers.access[layer].pages._replace(table=self._kernel_blocks)
+        return self._layers.access[layer].pages._replace(table=self._kernel_tables[self._layers.group[layer]])
 
     def context(self, layer: int, stop: int, absent: torch.Tensor) -> KV | Paged:
         """Return the pages, or copies `[H, stop, D]` of whole pages in which the `absent` tokens are zero."""
         if self.kernels.in_pages:
             return self.paged(layer)
-        blocks = self._layers.kernel_blocks(self._blocks[: -(-stop // self._layers.block_size)])
+        table = self._tables[self._layers.group[layer]]
+        blocks = self._layers.kernel_blocks(table[: -(-stop // self._layers.block_size)])
         keys, values = self._layers.access[layer].tokens_of(blocks, stop)
         for half in (keys, values):
             half.index_fill_(1, absent, 0)  # Assigning a number by index would block the host on a GPU.
@@ -176,16 +178,17 @@ def call_cost(device: torch.device) -> int:
 
 
 def prefill_alone(
-    layers: NativeLayers, tokens: torch.Tensor, blocks: torch.Tensor, batch_rows: BatchRows, known: int = 0
+    layers: NativeLayers, tokens: torch.Tensor, tables: Sequence[torch.Tensor], batch_rows: BatchRows, known: int = 0
 ) -> Iterator[int]:
     """Prefill a document after its first `known` tokens, whose keys and values are in its blocks; yield the costs.
 
-    The tokens go through all layers in batches, as in the engine's own chunked prefill. Each cost is in token-layers.
+    `tables` has a block table for each KV cache group of the engine. The tokens go through all layers in batches, as in
+    the engine's own chunked prefill. Each cost is in token-layers.
     """
     size = batch_rows.through or batch_rows.layer
     for start in range(known, len(tokens), size):
         positions = torch.arange(start, min(start + size, len(tokens)), device=layers.device)
-        rows = layers.begin(tokens, positions, blocks, size)
+        rows = layers.begin(tokens, positions, tables, size)
         (batch,), cost = rows.batches, max(len(positions), call_cost(layers.device))  # Without gaps: one batch.
         if batch_rows.through:
             layers.run_through(rows, batch, lambda layer: None)
@@ -196,9 +199,7 @@ def prefill_alone(
             yield cost
 
 
-def read_tokens(layers: NativeLayers, layer: int, blocks: torch.Tensor, start: int, stop: int, into: KV) -> None:
-    """Copy a layer's keys and values of the positions `[start, stop)` to `into`, `[T, H, D]` each."""
-    positions = torch.arange(start, stop, device=layers.device)
-    access = layers.access[layer]
-    for there, half in zip(into, access.quantised(access.gather(layers.slots(blocks, positions))), strict=True):
+def read_tokens(access: TokenAccess, slots: torch.Tensor, into: KV) -> None:
+    """Copy a layer's keys and values of `slots [T]` to `into`, `[T, H, D]` each."""
+    for there, half in zip(into, access.quantised(access.gather(slots)), strict=True):
         there.copy_(half, non_blocking=True)

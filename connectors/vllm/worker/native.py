@@ -4,10 +4,12 @@ Each run of consecutive rows goes to the attention backend as a separate request
 per row, and a context up to the run's last row. So the mask is exact, and backend, window and scale are the engine's.
 The layer itself writes the rows' keys and values into the pages. A self-test at start (`selftest.py`) verifies this
 for the loaded model.
+
+The engine may have several groups of layers with a block table each. Lists of tables `[B]` have one for each group.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -20,7 +22,7 @@ from lmc.blend.kernels.choice import TORCH, kernels_of
 from lmc.blend.layer_attention import LayerAttention, absorbed
 from lmc.blend.rope import UNROTATED, Rotation
 from lmc.connectors.vllm import vllm_api
-from lmc.connectors.vllm.model_kinds import specs_of
+from lmc.connectors.vllm.model_kinds import groups_of, specs_of
 from lmc.connectors.vllm.worker.layer_calls import Given, TransformersLayers, calls_of, rows_of
 from lmc.connectors.vllm.worker.paged import token_access
 from lmc.connectors.vllm.worker.streams import sent
@@ -35,7 +37,7 @@ class RowBatch:
     """Consecutive rows that go through a layer together."""
 
     rows: slice
-    common: vllm_api.CommonAttentionMetadata
+    common: list[vllm_api.CommonAttentionMetadata]  # by KV cache group
     # Metadata by kind of layer, built from `common`.
     metadata: dict[Any, Any] = field(default_factory=dict)
 
@@ -64,12 +66,8 @@ class NativeLayers:
             raise UnsupportedModel(
                 "its experts are shared with other data-parallel engines, which run steps independently"
             )
-        if len(kv_cache_config.kv_cache_groups) != 1:
-            raise UnsupportedModel("its layers use several kinds of KV cache")
-        specs = specs_of(kv_cache_config.kv_cache_groups[0])
-        if others := [spec for spec in specs.values() if not isinstance(spec, vllm_api.FullAttentionSpec)]:
-            # The mask would be correct, but the engine frees blocks that a window has passed while lmc fills them.
-            raise UnsupportedModel(f"no layer attends to the whole prompt ({type(others[0]).__name__})")
+        groups = kv_cache_config.kv_cache_groups
+        specs = {name: spec for group in groups for name, spec in specs_of(group).items()}
         # In a multimodal model, the layers are those of its language model.
         language = model.get_language_model() if hasattr(model, "get_language_model") else model
         self._config, self._model, self._layers = config, language, _layers_of(language)
@@ -86,7 +84,9 @@ class NativeLayers:
         self.attention = [modules[0] for modules in attentions]
         if extras := list(filter(None, map(_unsupported, self.attention))):
             raise UnsupportedModel(f"its attention has {extras[0]}, which lmc's attention does not support")
-        self.block_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self.block_size: int = groups[0].kv_cache_spec.block_size
+        group_of = groups_of(kv_cache_config)
+        self.groups, self.group = len(groups), [group_of[one.layer_name] for one in self.attention]
         self.device = next(iter(caches.values())).device
         ratios = {caches[one.layer_name].shape[0] // kv_cache_config.num_blocks for one in self.attention}
         if len(ratios) > 1:
@@ -101,10 +101,13 @@ class NativeLayers:
         # If lmc's own attention handles batches of several runs, buffers for one run are enough. Otherwise there are
         # buffers for the maximal number of runs.
         own = _own_config(config, 1 if self.kernels.in_pages else max(MOST_RUNS, config.scheduler_config.max_num_seqs))
-        # Layers have the same metadata if they have the same backend, and keys and values of the same shape.
-        self._kinds = [(one.attn_backend, specs[one.layer_name]) for one in self.attention]
+        # Layers have the same metadata if they have the same backend and block table, and KV of the same shape.
+        self._kinds = [
+            (one.attn_backend, specs[one.layer_name], group)
+            for one, group in zip(self.attention, self.group, strict=True)
+        ]
         with vllm_api.set_current_vllm_config(own):
-            self._builders = {kind: self._builder(*kind, own) for kind in set(self._kinds)}
+            self._builders = {kind: self._builder(kind, own) for kind in set(self._kinds)}
         self._built: dict[Any, RowBatch] = {}  # by kind, the batch whose metadata is in its builder's buffers
         # On a GPU, the builder's buffers limit the number of runs, which it sees as requests.
         few = self.device.type != "cpu" and not self.kernels.in_pages
@@ -129,9 +132,13 @@ class NativeLayers:
         """The number of layers."""
         return len(self._layers)
 
-    def slots(self, blocks: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the slot numbers of `positions [T]` in a request with the block table `blocks [B]`."""
-        slots: torch.Tensor = blocks[positions // self.block_size] * self.block_size + positions % self.block_size
+    def slots(self, tables: Sequence[torch.Tensor], positions: torch.Tensor) -> list[torch.Tensor]:
+        """Return the slot numbers of `positions [T]` in a request with these block tables, by layer."""
+        by_group = [self._slots_in(table, positions) for table in tables]
+        return [by_group[group] for group in self.group]
+
+    def _slots_in(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        slots: torch.Tensor = table[positions // self.block_size] * self.block_size + positions % self.block_size
         return slots
 
     def kernel_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
@@ -141,18 +148,20 @@ class NativeLayers:
         inside = torch.arange(self._ratio, device=blocks.device)
         return torch.flatten(blocks[:, None] * self._ratio + inside)
 
-    def begin(self, tokens: torch.Tensor, positions: torch.Tensor, blocks: torch.Tensor, size: int) -> PagedRows:
+    def begin(
+        self, tokens: torch.Tensor, positions: torch.Tensor, tables: Sequence[torch.Tensor], size: int
+    ) -> PagedRows:
         """Return rows before layer 0, at ascending `positions [T]` of the prompt `tokens`, in batches of `size`."""
         none = torch.empty(0, device=self.device)
-        return PagedRows(positions, tokens[positions], self._batches(positions, blocks, size), none, none)
+        return PagedRows(positions, tokens[positions], self._batches(positions, tables, size), none, none)
 
-    def keep(self, rows: PagedRows, kept: torch.Tensor, blocks: torch.Tensor, size: int) -> PagedRows:
+    def keep(self, rows: PagedRows, kept: torch.Tensor, tables: Sequence[torch.Tensor], size: int) -> PagedRows:
         """Return copies of the rows at the ascending indices `kept`, after at least one layer has run."""
         positions = rows.positions[kept]
         return PagedRows(
             positions,
             rows.tokens[kept],
-            self._batches(positions, blocks, size),
+            self._batches(positions, tables, size),
             rows.states[kept],
             rows.residual[kept if self._calls.takes_residual else slice(0)],
             [rows_of(given, kept, len(rows.positions)) for given in rows.given],
@@ -193,7 +202,8 @@ class NativeLayers:
 
     def run_model(self, rows: PagedRows, batch: RowBatch) -> None:
         """Run the rows of a batch through the model as the engine does."""
-        slots = {attention.layer_name: batch.common.slot_mapping for attention in self.attention}
+        groups = zip(self.attention, self.group, strict=True)
+        slots = {one.layer_name: batch.common[group].slot_mapping for one, group in groups}
         built = {kind: self._metadata(batch, kind) for kind in self._builders}
         metadata = {one.layer_name: built[kind] for one, kind in zip(self.attention, self._kinds, strict=True)}
         positions = rows.positions[batch.rows]
@@ -225,7 +235,7 @@ class NativeLayers:
                     rotation = _rotation_of(rope, self.longest)
                     made[rope] = next((other for other in made.values() if other.same_as(rotation)), rotation)
         token, called = torch.zeros(1, dtype=torch.long, device=self.device), list[Any]()
-        rows = self.begin(token, token, token + 1, 1)  # one token in block 1, which is unused
+        rows = self.begin(token, token, [token + 1] * self.groups, 1)  # one token in block 1, which is unused
         handles = [rope.register_forward_pre_hook(lambda rope, _: called.append(rope)) for rope in made]
         try:
             with torch.inference_mode():
@@ -245,11 +255,11 @@ class NativeLayers:
 
         Token 0 may be padding, whose hidden state may be zero.
         """
-        blocks, access = torch.ones_like(positions), self.access[layer]
-        rows = self.begin(torch.ones(self.block_size, dtype=torch.long, device=self.device), positions, blocks, 8)
+        tables, access = [torch.ones_like(positions)] * self.groups, self.access[layer]
+        rows = self.begin(torch.ones(self.block_size, dtype=torch.long, device=self.device), positions, tables, 8)
         for batch in rows.batches:
             self.run(layer, rows, batch, only_writes)
-        slots = self.slots(blocks, positions)
+        slots = self.slots(tables, positions)[layer]
         keys, values = access.gather(slots)
         access.scatter(slots, torch.zeros_like(keys), torch.zeros_like(values))
         return keys
@@ -272,19 +282,18 @@ class NativeLayers:
             vllm_config=self._config, num_tokens=count,
         )  # fmt: skip
 
-    def _builder(self, backend: Any, spec: Any, config: Any) -> Any:
+    def _builder(self, kind: tuple[Any, Any, int], config: Any) -> Any:
         """Return a builder of metadata for the layers of a kind."""
-        names = [
-            one.layer_name for one, kind in zip(self.attention, self._kinds, strict=True) if kind == (backend, spec)
-        ]
+        backend, spec, _ = kind
+        names = [one.layer_name for one, other in zip(self.attention, self._kinds, strict=True) if other == kind]
         if self._ratio > 1:
             spec = spec.copy_with_new_block_size(self.block_size // self._ratio)
         return backend.get_builder_cls()(spec, names, config, self.device)
 
-    def _metadata(self, batch: RowBatch, kind: Any) -> Any:
+    def _metadata(self, batch: RowBatch, kind: tuple[Any, Any, int]) -> Any:
         if self._built.get(kind) is not batch:
             # The metadata is built again, because another batch may have overwritten the builder's buffers.
-            batch.metadata[kind], self._built[kind] = self._builders[kind].build(0, batch.common), batch
+            batch.metadata[kind], self._built[kind] = self._builders[kind].build(0, batch.common[kind[2]]), batch
         return batch.metadata[kind]
 
     @contextmanager
@@ -341,7 +350,7 @@ class NativeLayers:
         `engine` computes the engine's own attention into `output`, with metadata of the batch. Raises `EndOfLayer` if
         the attention ends the layer.
         """
-        common, (query, keys, values) = batch.common, rows
+        common, (query, keys, values) = batch.common[self.group[layer]], rows
 
         def write() -> None:
             self.access[layer].scatter(common.slot_mapping, keys, values)
@@ -370,41 +379,49 @@ class NativeLayers:
             access.pages._replace(table=table) if self.kernels.in_pages else access.tokens_of(table, common.max_seq_len)
         )
 
-    def _batches(self, positions: torch.Tensor, blocks: torch.Tensor, size: int) -> list[RowBatch]:
+    def _batches(self, positions: torch.Tensor, tables: Sequence[torch.Tensor], size: int) -> list[RowBatch]:
         """Split rows into batches, with the metadata that the attention backend needs.
 
         The host waits for the positions of all rows once, instead of once per batch.
         """
         at = positions.cpu()
         cut = _cut(at, size, self.most_runs)
-        return [RowBatch(rows, self._common(positions[rows], at[rows], blocks)) for rows in cut]
+        return [RowBatch(rows, self._common(positions[rows], at[rows], tables)) for rows in cut]
 
     def _common(
-        self, positions: torch.Tensor, at: torch.Tensor, blocks: torch.Tensor
-    ) -> vllm_api.CommonAttentionMetadata:
-        """Return the attention metadata of rows at `positions [T]`; `at` is a copy of the positions on the host."""
+        self, positions: torch.Tensor, at: torch.Tensor, tables: Sequence[torch.Tensor]
+    ) -> list[vllm_api.CommonAttentionMetadata]:
+        """Return the attention metadata of rows at `positions [T]`, by KV cache group.
+
+        `at` is a copy of the positions on the host.
+        """
         edges = torch.cat((torch.tensor([0]), _breaks(at), torch.tensor([len(at)])))
         starts = edges.to(torch.int32)
         lengths = (at[edges[1:] - 1] + 1).to(torch.int32)
-        runs = len(lengths)
-        table = blocks[: -(-int(lengths.max()) // self.block_size)].to(torch.int32)
-        table = self.kernel_blocks(table)[None].expand(runs, -1)
-        return vllm_api.CommonAttentionMetadata(
-            query_start_loc=sent(starts, self.device),
-            query_start_loc_cpu=starts,
-            seq_lens=sent(lengths, self.device),
-            seq_lens_cpu_upper_bound=lengths,
-            num_reqs=runs,
-            num_actual_tokens=len(at),
-            max_query_len=int((edges[1:] - edges[:-1]).max()),
-            max_seq_len=int(lengths.max()),
-            # lmc's own attention reads one row of the table. Thousands of copies of a long table would take hundreds of
-            # megabytes.
-            block_table_tensor=table if self.kernels.in_pages else table.contiguous(),
-            slot_mapping=self.slots(blocks, positions),
-            positions=positions,
-            causal=True,
-        )
+        runs, longest = len(lengths), int(lengths.max())
+        starts_there, lengths_there = sent(starts, self.device), sent(lengths, self.device)
+
+        def of_group(blocks: torch.Tensor) -> vllm_api.CommonAttentionMetadata:
+            table = blocks[: -(-longest // self.block_size)].to(torch.int32)
+            table = self.kernel_blocks(table)[None].expand(runs, -1)
+            return vllm_api.CommonAttentionMetadata(
+                query_start_loc=starts_there,
+                query_start_loc_cpu=starts,
+                seq_lens=lengths_there,
+                seq_lens_cpu_upper_bound=lengths,
+                num_reqs=runs,
+                num_actual_tokens=len(at),
+                max_query_len=int((edges[1:] - edges[:-1]).max()),
+                max_seq_len=longest,
+                # lmc's own attention reads one row of the table. Thousands of copies of a long table would take
+                # hundreds of megabytes.
+                block_table_tensor=table if self.kernels.in_pages else table.contiguous(),
+                slot_mapping=self._slots_in(blocks, positions),
+                positions=positions,
+                causal=True,
+            )
+
+        return [of_group(blocks) for blocks in tables]
 
 
 def _own_config(config: Any, runs: int) -> Any:

@@ -46,10 +46,19 @@ class Move(NamedTuple):
 class Pages:
     """The pages of all layers, addressed by the scheduler's block numbers."""
 
-    def __init__(self, caches: Mapping[str, torch.Tensor], blocks: int) -> None:
-        # Layers may share a cache, which is used only once here.
-        apart = {(cache.data_ptr(), cache.shape, cache.stride()): cache for cache in caches.values()}.values()
-        views = [(_page_major(cache, blocks), _order(cache)) for cache in apart]
+    def __init__(
+        self, caches: Mapping[str, torch.Tensor], blocks: int, groups: Mapping[str, int] | None = None
+    ) -> None:
+        """Prepare the caches of layers, by their names; `groups` are their KV cache groups, by default one for all."""
+        of_layer = groups or dict.fromkeys(caches, 0)
+        # Layers of one group may share a cache, which is used only once here. Layers of several groups are in the same
+        # memory, in blocks of their own.
+        named = {(of_layer[name], one.data_ptr(), one.shape, one.stride()): (name, one) for name, one in caches.items()}
+        apart = list(named.values())
+        if len(set(of_layer.values())) > 1:
+            apart.sort(key=lambda one: _numbers_in(one[0]))  # The engine lists them group by group.
+        self.group = [of_layer[name] for name, _ in apart]
+        views = [(_page_major(cache, blocks), _order(cache)) for _, cache in apart]
         self._views = [view for view, _ in views]
         layouts = [f"{tuple(view.shape[1:])}{view.dtype}{order}" for view, order in views]
         self.layout = ";".join(dict.fromkeys(layouts))  # Pages can be exchanged between caches whose layouts are equal.
@@ -102,6 +111,8 @@ class Pages:
 
     def _in_one_call(self, layer: int, moves: Sequence[Move], *, to_pages: bool) -> bool:
         """Issue all copies together. Returns false if the device has no call for it, or cannot access the memory."""
+        if not moves:
+            return True
         if self._submit is None or not all(can_submit(move.part) for move in moves):
             return False
         if self._stages:
@@ -347,6 +358,11 @@ def _wide(pages: torch.Tensor) -> torch.Tensor:
     if offset % WIDEST.itemsize:  # The page is aligned, but a view with 16-byte numbers needs an aligned offset, too.
         return pages
     return pages.as_strided((len(pages), pages[0].numel()), (pages.stride(0), 1)).view(WIDEST)
+
+
+def _numbers_in(name: str) -> list[int]:
+    """Return the numbers in a layer's name; the first is the layer's number in the model."""
+    return [int(part) for part in name.split(".") if part.isdecimal()]
 
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:

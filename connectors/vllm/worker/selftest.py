@@ -1,7 +1,7 @@
 """The self-test for vLLM, which runs once at start in unused blocks."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,7 @@ from lmc.blend.selftest import (
     rehearse,
 )
 from lmc.blend.strategies import RecomputePolicy
-from lmc.connectors.vllm.messages import BlendJob
+from lmc.connectors.vllm.messages import BlendJob, Table
 from lmc.connectors.vllm.worker.canvas import BatchRows, PagedCanvas, prefill_alone
 from lmc.connectors.vllm.worker.memory import allocated, make_room
 from lmc.connectors.vllm.worker.native import NativeLayers
@@ -41,7 +41,7 @@ def prove_model(
     """
     exam = _Exam(layers, random_prompt(vocabulary, layers.attentions, layers.longest, layers.device), rows, stream)
     length = len(exam.tokens)
-    if blocks <= len(exam.table):
+    if blocks <= max(map(max, exam.tables)):
         raise UnsupportedModel(f"the KV cache has only {blocks} blocks, and the self-test needs more")
     start = length - DOCUMENT_TOKENS
     piece = Piece.whole(RecordKind.DOCUMENT, ChunkKey(b""), DOCUMENT_TOKENS, start, 0, None, exact=False)
@@ -63,7 +63,7 @@ def prove_model(
                 rehearse(lambda: exam.canvas(moved, part), moved, length)
             return layers.compiled and on_all_ranks(good=_as_compiled(canvas, whole, in_two))
         finally:
-            _clear(layers, exam.table)
+            _clear(layers, exam.tables)
 
 
 def _agree(test: Callable[[], None]) -> None:
@@ -109,17 +109,17 @@ def run_full_batch(layers: NativeLayers, rows: int) -> int:
 def _bytes_of(layers: NativeLayers, rows: int) -> int:
     """Run rows through a layer, and return the bytes that they took on a GPU. All rows use block 1, which is unused."""
     positions = torch.arange(rows + 1, device=layers.device)
-    blocks, scattered = torch.ones_like(positions[:: layers.block_size]), positions[positions != 1]
+    table, scattered = torch.ones_like(positions[:: layers.block_size]), positions[positions != 1]
     cuda, before = layers.device.type == "cuda", allocated(layers.device)
     try:
         if cuda:
             torch.cuda.reset_peak_memory_stats(layers.device)
         with torch.inference_mode():
-            batches = layers.begin(torch.zeros_like(positions), scattered, blocks, rows)
+            batches = layers.begin(torch.zeros_like(positions), scattered, [table] * layers.groups, rows)
             for batch in batches.batches:
                 layers.run(0, batches, batch)
     finally:
-        _clear(layers, (1,))
+        _clear(layers, [(1,)] * layers.groups)
     return torch.cuda.max_memory_allocated(layers.device) - before if cuda else 0
 
 
@@ -130,8 +130,10 @@ class _Exam:
         self, layers: NativeLayers, tokens: list[int], rows: int, stream: "torch.cuda.Stream | None" = None
     ) -> None:
         self._layers, self.tokens, self._stream = layers, tokens, stream
-        self.table = tuple(range(1, -(-len(tokens) // layers.block_size) + 1))  # Block 0 is the null block.
-        self._blocks = torch.tensor(self.table, device=layers.device)
+        count = -(-len(tokens) // layers.block_size)
+        firsts = range(1, 1 + layers.groups * count, count)  # Block 0 is the null block.
+        self.tables = tuple(tuple(range(first, first + count)) for first in firsts)
+        self._blocks = [torch.tensor(table, device=layers.device) for table in self.tables]
         self._rows = min(len(tokens), rows)
 
     def canvas(self, document: Piece | None = None, part: torch.Tensor | None = None) -> PagedCanvas:
@@ -139,7 +141,7 @@ class _Exam:
         job = BlendJob(
             request="self-test",
             tokens=tuple(self.tokens),
-            blocks=self.table,
+            tables=self.tables,
             stop=len(self.tokens),
             documents=(document,) if document else (),
             policy=RecomputePolicy(strategy="all"),
@@ -166,13 +168,14 @@ class _Exam:
 
     def _read(self, count: int) -> list[KV]:
         slots = self._layers.slots(self._blocks, torch.arange(count, device=self._layers.device))
-        return [tuple(half.clone() for half in access.gather(slots)) for access in self._layers.access]  # type: ignore[misc]
+        of_layers = zip(self._layers.access, slots, strict=True)
+        return [tuple(half.clone() for half in access.gather(here)) for access, here in of_layers]  # type: ignore[misc]
 
 
-def _clear(layers: NativeLayers, table: tuple[int, ...]) -> None:
+def _clear(layers: NativeLayers, tables: Sequence[Table]) -> None:
     """Reset the used blocks to zeros, their contents before the self-test."""
-    blocks = torch.tensor(table, device=layers.device)
-    slots = layers.slots(blocks, torch.arange(len(table) * layers.block_size, device=layers.device))
-    for access in layers.access:
+    blocks = [torch.tensor(table, device=layers.device) for table in tables]
+    positions = torch.arange(len(tables[0]) * layers.block_size, device=layers.device)
+    for access, slots in zip(layers.access, layers.slots(blocks, positions), strict=True):
         keys, values = access.gather(slots)
         access.scatter(slots, torch.zeros_like(keys), torch.zeros_like(values))

@@ -14,6 +14,7 @@ parts have arrived. A vote decides whether every rank has memory for a job's nex
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Generator, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -31,10 +32,12 @@ from lmc.connectors.vllm.messages import (
     SaveJob,
     StepPlan,
     StepReport,
+    Table,
     WorkerFacts,
+    passed_blocks,
 )
 from lmc.connectors.vllm.model_identity import layout_of, weights_in_memory
-from lmc.connectors.vllm.model_kinds import TESTED
+from lmc.connectors.vllm.model_kinds import TESTED, groups_of
 from lmc.connectors.vllm.vllm_api import get_pp_group, get_tensor_model_parallel_rank, get_tp_group
 from lmc.connectors.vllm.worker.canvas import COPY_COST, BatchRows, PagedCanvas, prefill_alone, read_tokens
 from lmc.connectors.vllm.worker.memory import allocated, make_room, memory_for
@@ -95,7 +98,7 @@ class Worker:
         `model` is None if it was not found. `why_not` is the reason why this engine may not blend with any model; it is
         empty if it may. The facts describe the caches, and say why the model cannot be blended, if it cannot.
         """
-        self._pages = Pages(caches, self._kv_cache_config.num_blocks)
+        self._pages = Pages(caches, self._kv_cache_config.num_blocks, groups_of(self._kv_cache_config))
         self._ranks: int = get_tp_group().world_size
         cache = next(iter(caches.values()))
         self._device = cache.device
@@ -280,16 +283,16 @@ class Worker:
             self._end(work, work.blocks, failed=True)
         self._prefix_kv = {}
 
-    def outcome(self) -> tuple[set[str], set[int]]:
-        """Return, for the engine, the requests whose load has ended and the blocks with invalid contents."""
+    def outcome(self) -> dict[str, Table]:
+        """Return, for the engine, the requests whose load has ended, with the blocks whose contents are invalid."""
         ended, waiting = divided(self._ended)
-        bad = {block for load in ended for block in load.bad}
+        bad = {load.request: load.bad for load in ended}
         for load in ended:
             if not load.bad and self._is_lost(load.wanted):  # A slot was given to another chunk during the copies.
                 self._report.lost.add(load.request)
-                bad.update(load.blocks)
+                bad[load.request] = load.blocks
         self._ended = waiting  # Updated last, so that an error before this line loses no load.
-        return {load.request for load in ended}, bad
+        return bad
 
     def report(self) -> StepReport:
         """Return, for lmc's scheduler, the jobs that have ended since the last report."""
@@ -372,8 +375,8 @@ class Worker:
             memory=memory_for(self._layers, job),
         )
 
-    def _blocks_to_fill(self, job: BlendJob) -> tuple[int, ...]:
-        return job.blocks[job.start // self._block_size :]
+    def _blocks_to_fill(self, job: BlendJob) -> Table:
+        return tuple(block for table in job.tables for block in table[job.start // self._block_size :])
 
     def _load(self, job: LoadJob) -> Generator[Cost, None, None]:
         loads, last = self._page_loads(job), self._pages.layers - 1
@@ -385,12 +388,16 @@ class Worker:
         self._check(job.copies)
 
     def _page_loads(self, job: LoadJob | BlendJob) -> LayerLoads:
-        def load(layer: int) -> None:
-            self._pages.load_all(
-                layer, [Move(copy.blocks, self._part(copy.slot, layer), copy.first) for copy in job.copies]
-            )
+        by_group: dict[int, list[PageCopy]] = defaultdict(list)
+        for copy in job.copies:
+            by_group[copy.group].append(copy)
 
-        return LayerLoads(load, len(_blocks(job.copies)) * self._block_size // COPY_COST + 1, self._streams)
+        def load(layer: int) -> None:
+            copies = by_group[self._pages.group[layer]]
+            self._pages.load_all(layer, [Move(one.blocks, self._part(one.slot, layer), one.first) for one in copies])
+
+        most = max((len(_blocks(copies)) for copies in by_group.values()), default=0)
+        return LayerLoads(load, most * self._block_size // COPY_COST + 1, self._streams)
 
     def _blend(self, job: BlendJob) -> Generator[Cost, None, None]:
         assert self._layers is not None
@@ -413,40 +420,52 @@ class Worker:
 
     def _learn(self, job: LearnJob) -> Generator[Cost, None, None]:
         assert self._layers is not None
-        tokens, blocks = (torch.tensor(values, device=self._device) for values in (job.tokens, job.blocks))
-        behind = self._layers.slots(blocks, torch.arange(job.document, device=self._device))
+        tokens, tables = self._tensors(job)
+        positions = torch.arange(len(job.tokens), device=self._device)
+        before = self._layers.slots(tables, positions[: job.document])
         prefix = self._prefix_kv.get(job.resets, [])
         computed = job.document if prefix else 0
-        for access, kv in zip(self._layers.access, prefix, strict=False):
-            access.scatter(behind, *kv)
-        for cost in prefill_alone(self._layers, tokens, blocks, self._rows, computed):
+        for access, slots, kv in zip(self._layers.access, before, prefix, strict=bool(prefix)):
+            access.scatter(slots, *kv)
+        for cost in prefill_alone(self._layers, tokens, tables, self._rows, computed):
             yield Cost(cost)
         if job.document > computed:
-            self._prefix_kv = {job.resets: [access.gather(behind) for access in self._layers.access]}
+            of_layers = zip(self._layers.access, before, strict=True)
+            self._prefix_kv = {job.resets: [access.gather(slots) for access, slots in of_layers]}
         begin, count = job.document, len(job.tokens) - job.document
         for slot, (start, stop) in zip(job.slots, chunk_bounds(count, job.chunk), strict=True):
             if slot >= 0:
-                with self._streams.behind(self._streams.save, blocks):  # Engine steps do not wait for these copies.
-                    self._save_tokens(slot, blocks, begin + start, begin + stop)
+                # Engine steps do not wait for these copies.
+                with self._streams.behind(self._streams.save, positions, *tables):
+                    self._save_tokens(slot, tables, positions[begin + start : begin + stop])
             cost = (stop - start) * self._layers.depth // COPY_COST + 1
             yield Cost(cost, cost if stop < count else 0)
 
     def _backfill(self, job: BackfillJob) -> Generator[Cost, None, None]:
         assert self._layers is not None
-        tokens, blocks = (torch.tensor(values, device=self._device) for values in (job.tokens, job.blocks))
+        tokens, tables = self._tensors(job)
         rows = self._rows._replace(layer=min(self._rows.layer, MIN_ROWS))
-        for cost in prefill_alone(self._layers, tokens, blocks, rows, job.known):
+        for cost in prefill_alone(self._layers, tokens, tables, rows, job.known):
             yield Cost(cost)
 
-    def _save(self, job: SaveJob) -> None:
-        for layer in range(self._pages.layers):
-            self._pages.save_all(layer, [Move(job.blocks, self._part(job.slot, layer))])
+    def _tensors(self, job: LearnJob | BackfillJob) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the tokens and the block tables of a job."""
+        tables = [torch.tensor(table, device=self._device) for table in job.tables]
+        return torch.tensor(job.tokens, device=self._device), tables
 
-    def _save_tokens(self, slot: int, blocks: torch.Tensor, start: int, stop: int) -> None:
+    def _save(self, job: SaveJob) -> None:
+        for layer, group in enumerate(self._pages.group):
+            table, part = job.tables[group], self._part(job.slot, layer)
+            unseen = passed_blocks(table)
+            part[: unseen * self._pages.page_bytes[layer]].zero_()  # It would otherwise have bytes of another chunk.
+            if unseen < len(table):
+                self._pages.save_all(layer, [Move(table[unseen:], part, unseen)])
+
+    def _save_tokens(self, slot: int, tables: list[torch.Tensor], positions: torch.Tensor) -> None:
         assert self._layers is not None
-        for layer in range(self._layers.depth):
-            part = self._layers.shapes[layer].part(self._part(slot, layer), stop - start)
-            read_tokens(self._layers, layer, blocks, start, stop, part)
+        for layer, slots in enumerate(self._layers.slots(tables, positions)):
+            part = self._layers.shapes[layer].part(self._part(slot, layer), len(slots))
+            read_tokens(self._layers.access[layer], slots, part)
 
     # -- inside: the slab --------------------------------------------------------------------------------------------
 
@@ -499,5 +518,5 @@ def _facts(job: BlendJob, result: BlendResult) -> dict[str, object]:
     }
 
 
-def _blocks(copies: tuple[PageCopy, ...]) -> tuple[int, ...]:
+def _blocks(copies: Sequence[PageCopy]) -> Table:
     return tuple(block for copy in copies for block in copy.blocks)
