@@ -1917,7 +1917,7 @@ class Anything:
 
 @pytest.mark.parametrize("slots", [3, 24])
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("windows", [(0,), (6, 0), (0, 11)], ids=str)
+@pytest.mark.parametrize("windows", [(0,), (2, 0), (6, 0), (0, 11)], ids=str)
 def test_whatever_happens_in_whatever_order_nothing_is_held_and_no_exact_page_is_wrong(make, seed, slots, windows):
     dice = random.Random(seed)
     faulty = Faulty(DictTier(), lambda verb, key: OSError("gone") if dice.random() < 0.1 else None)

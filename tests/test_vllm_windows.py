@@ -193,6 +193,25 @@ def test_every_chunk_is_saved_however_a_prompt_is_computed(lab, sizes):
         lab.forget_prefixes()
 
 
+@pytest.mark.parametrize("window", [2, 3, 6, 11])
+@pytest.mark.parametrize("common", [3, 4, 9, 12, 13, 20, 31, 36, 39])
+def test_a_prompt_that_leaves_another_one_inside_a_chunk_is_loaded_up_to_the_chunk(window, common):
+    """A chunk lacks the pages that only tokens inside it see."""
+    lab = Lab(windows=(0, window), blocks=160, slots=64)
+    lab.serve("one", PLAIN)
+    lab.forget_prefixes()
+    lab.workers.pages.fill_(0xAA)
+    request = lab.arrive("two", [*PLAIN[:common], *range(800, 830)])
+    assert lab.admit(request) == common // CHUNK * CHUNK
+    lab.load(request)
+    assert lab.right(request, request.num_computed_tokens, max(0, request.num_computed_tokens - window + 1))
+    lab.compute(request, request.num_tokens - request.num_computed_tokens)
+    lab.finish(request)
+    lab.forget_prefixes()
+    assert lab.serve("three", [*PLAIN, 1]).facts["exact_tokens"] == len(PLAIN)
+    lab.check()
+
+
 def test_chunks_that_the_store_has_lost_are_saved_again_from_the_engine_s_cache(lab):
     lab.serve("one", PLAIN)
     lab.settle()

@@ -342,7 +342,8 @@ class Lab:
             )
             for rank in range(ranks)
         ]
-        self.engine = open_engine(self.settings, facts, BLOCK, model, "sha256", tiers=tiers, prefix=prefix)
+        opened = {"tiers": tiers, "prefix": prefix, "windows": windows}
+        self.engine = open_engine(self.settings, facts, BLOCK, model, "sha256", **opened)
         self.store = self.engine.store
         self.pool, self.workers = Pool(blocks), Workers(blocks, len(windows))
         self.setup = Setup(

@@ -280,6 +280,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         names: dict[str, Any] = {
             "name": str(model_config.served_model_name or model_config.model),
             "tokenizer": str(model_config.tokenizer or ""),
+            "windows": self._windows,
         }
         engine = open_engine(settings, workers, cache.block_size, model, hashing, prefix=prefix, **names)
         log.info("%s", self._summary(engine, blends=not refused))

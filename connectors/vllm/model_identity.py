@@ -44,8 +44,9 @@ def layout_of(config: Any, kv_cache_config: Any, pages: str) -> str:
         if name in layers and hasattr(layers[name], "attn_backend")
     }
     numbers = f"{config.cache_config.cache_dtype} {config.model_config.dtype}"
-    if len(kv_cache_config.kv_cache_groups) > 1:  # Pages that a window has passed are not stored.
-        numbers += f" windows {windows_of(kv_cache_config)}"
+    windows = windows_of(kv_cache_config)
+    if any(windows):  # Pages that no token after a chunk sees are not stored.
+        numbers += f" windows {windows}"
     return f"{','.join(sorted(backends))} {pages} {numbers}{_draft(config)}"
 
 

@@ -82,12 +82,13 @@ def open_engine(
     prefix: Sequence[int] = (),
     name: str = "",
     tokenizer: str = "",
+    windows: Sequence[int] = (0,),
 ) -> CacheEngine:
     """Create the slab and open the tiers, by default the tiers of the settings.
 
     `model` is the model's identity, and `hashing` is the algorithm of the engine's block hashes. A chunk has one part
     for each layer and rank. Documents are learned after the tokens of `prefix`. `name` is the model's name for
-    operators, and `tokenizer` is the path or id of its tokenizer.
+    operators, and `tokenizer` is the path or id of its tokenizer. `windows` is as in `Setup`.
     Raises `ConfigError`, `NoMemory` or `TierUnusable`.
     """
     check_chunk_size(settings, block_size)
@@ -101,7 +102,7 @@ def open_engine(
     of_pages = {"layout": f"{pages}|block {block_size}|{hashing}", "tensor_parallel": ranks}
     namespace = Namespace.of(shape, model=model, rope=first.rope, chunk_size=settings.chunk_size, **of_pages)
     store = open_store(settings, layout, shared=True, tiers=tiers, model=name, tokenizer=tokenizer)
-    return CacheEngine(settings, store, layout, shape, namespace, prefix=prefix, model=name)
+    return CacheEngine(settings, store, layout, shape, namespace, prefix=prefix, model=name, divisible=not any(windows))
 
 
 def publisher_if_wanted(engine: CacheEngine, number: int) -> DocumentPublisher | None:

@@ -59,14 +59,16 @@ class CacheEngine:
         device: torch.device | str = "cpu",
         prefix: Sequence[int] = (),
         model: str = "",
+        divisible: bool = True,
     ) -> None:
         """Find the documents of earlier processes in a store for chunks of `layout`.
 
         `shape` is the shape of a token's KV in documents; a shape without heads means that no token can be stored.
         `namespace` has the fields that all namespaces of the model share; kind and salt are set here. KV is read on
         `device`. Documents are learned after the tokens of `prefix`. `model` is the model's name for people.
+        Chunks of pages serve any number of their leading blocks if they are `divisible`.
         """
-        self.prefix, self._device = tuple(prefix), torch.device(device)
+        self.prefix, self._device, self._divisible = tuple(prefix), torch.device(device), divisible
         self.settings, self.names = settings, Names(namespace, prefix, model)
         self.layout, self.shape, self.chunk_size = layout, shape, settings.chunk_size
         self.store = store
@@ -96,7 +98,8 @@ class CacheEngine:
 
     def block_chain(self, hashes: Sequence[bytes], block_size: int) -> BlockChain:
         """Return a prompt as exact chunks of pages, named by an engine's block hashes."""
-        return BlockChain(self.index, self.namespace(RecordKind.PAGES), hashes, self.chunk_size, block_size)
+        namespace = self.namespace(RecordKind.PAGES)
+        return BlockChain(self.index, namespace, hashes, self.chunk_size, block_size, divisible=self._divisible)
 
     def documents(
         self, prompt: Sequence[int], spans: Iterable[Span], salt: str = "", *, start: Span | None = None

@@ -6,7 +6,8 @@ There are two kinds of exact records.
 stored prompt may be partly full. It is called an end, and is found by the chunk before it and by its length.
 
 *Pages* (vLLM) are named by the engine's hash of their last block. This hash covers the whole prompt up to that block,
-including cache salt, LoRA and images. A chunk of pages serves any number of its leading blocks.
+including cache salt, LoRA and images. A chunk of pages serves any number of its leading blocks, unless it lacks the
+pages that only tokens inside the chunk see (layers with a window): then it serves all of them, or none.
 
 The index remembers ends and blocks. The labels of records hold them for the next process.
 """
@@ -133,10 +134,18 @@ class BlockChain:
     kind = RecordKind.PAGES
 
     def __init__(
-        self, index: CacheIndex, namespace: bytes, hashes: Sequence[bytes], chunk_size: int, block_size: int
+        self,
+        index: CacheIndex,
+        namespace: bytes,
+        hashes: Sequence[bytes],
+        chunk_size: int,
+        block_size: int,
+        *,
+        divisible: bool = True,
     ) -> None:
+        """Store what names the chunks; `divisible` chunks serve any number of their leading blocks."""
         self._index, self.namespace, self._hashes = index, namespace, hashes
-        self._size, self._blocks = block_size, chunk_size // block_size
+        self._size, self._blocks, self._divisible = block_size, chunk_size // block_size, divisible
 
     @cached_property
     def whole(self) -> Sequence[ChunkKey]:
@@ -151,7 +160,7 @@ class BlockChain:
         hashes, found = self._hashes[chunk * self._blocks : (chunk + 1) * self._blocks], []
         for place in reversed(range(len(hashes))):
             holder = self._index.holder(hashes[place], place)
-            if holder is not None:
+            if holder is not None and self._divisible:
                 found.append((holder, (place + 1) * self._size))
             if place + 1 < self._blocks:  # Another process may have stored a chunk that ends with this block.
                 found.append((self.key(hashes[place]), (place + 1) * self._size))
@@ -160,7 +169,7 @@ class BlockChain:
     def naming(self, chunk: int, tokens: int) -> Naming:
         """Return the key for `tokens` tokens after `chunk` full chunks. Its label has the shortened block hashes."""
         hashes = self._of(chunk, tokens)
-        longer = self._index.holder(hashes[-1], len(hashes) - 1)
+        longer = self._index.holder(hashes[-1], len(hashes) - 1) if self._divisible else None
         return Naming(self.key(hashes[-1]), "".join(block[:SHORT].hex() for block in hashes), longer)
 
     def remember(self, chunk: int, tokens: int) -> None:

@@ -6,14 +6,15 @@ from stepping import Steps, poison
 
 from lmc.connectors.vllm.scheduler.scheduler import LACKS_BLOCKS
 
-WINDOW, BLOCK = 128, 32
+WINDOW, BLOCK, CHUNK = 128, 32, 256
+SETTINGS = {"chunk_size": CHUNK}
 EXACT = {"ratio": 1.0}
 
 
 @pytest.fixture(scope="module")
 def shared(models, shared_engine):
     """Layers with a window in group 0, and layers that see the whole prompt in group 1."""
-    lab = shared_engine(models("gemma3mixed"))
+    lab = shared_engine(models("gemma3mixed"), SETTINGS)
     lab.wanted = {len(tokens): lab.vanilla(tokens) for tokens in (PROMPT.tokens, PLAIN)}
     return lab
 
@@ -70,12 +71,25 @@ def test_pages_that_a_window_has_passed_are_neither_saved_nor_loaded(lab, monkey
     assert blocks == [WINDOW // BLOCK, 672 // BLOCK]
 
 
+@pytest.mark.parametrize("common", [40, 255, 256, 300, 500, 600])
+def test_a_prompt_that_leaves_another_one_inside_a_chunk_is_loaded_up_to_the_chunk(lab, common):
+    """A chunk lacks the pages of a window that only tokens inside it see."""
+    tokens = [*PLAIN[:common], *words(100, 70)]
+    wanted = lab.vanilla(tokens)
+    lab.ask(PLAIN)
+    lab.forget_prefixes()
+    poison()
+    out = lab.ask(tokens)
+    assert facts(out).get("exact_tokens", 0) == common // CHUNK * CHUNK
+    assert agree(out, wanted)
+
+
 LENGTHS = pytest.mark.parametrize("length", [127, 128, 129, 160, 250, 384, 385])
 
 
 @LENGTHS
 def test_a_conversation_finds_its_last_turn_whatever_its_length(lab, length):
-    """The window has passed most of the chunk of 128 tokens that decoding fills."""
+    """The window has passed most of the chunk that decoding fills."""
     assert found_after_a_turn(lab, words(length, 50)) == (length + 199) // BLOCK * BLOCK
 
 
@@ -170,8 +184,8 @@ def test_an_evicted_window_is_a_miss(lab, monkeypatch):
 
 @pytest.mark.long
 def test_without_decoded_tokens_the_end_of_each_prompt_is_found(models, shared_engine):
-    """It is a part of a chunk of 128 tokens, and is saved before decoding moves the window beyond it."""
-    lab = shared_engine(models("gemma3mixed"), {"save_decode_cache": False})
+    """It is a part of a chunk, and is saved before decoding moves the window beyond it."""
+    lab = shared_engine(models("gemma3mixed"), {**SETTINGS, "save_decode_cache": False})
     for length in LENGTHS.args[1]:
         assert found_after_a_turn(lab, words(length, 50)) == length // BLOCK * BLOCK
     lab.check()

@@ -67,6 +67,7 @@ class RequestState:
     continued: int = 0  # tokens from the engine's own blocks of an earlier blend
     approximate: int | None = None  # From this position on, KV is not exact and is not saved as exact.
     saved: int = 0  # number of full chunks that are saved, or need not be saved
+    saved_end: bool = False  # The end of the prompt is saved; this is done for layers with a window.
     save_at: float = 0  # number of computed tokens at which the next chunk may be due to be saved
     blends: bool = True  # The request allows blending.
     learns: bool = True  # Unknown documents of the request may be learned.

@@ -5,8 +5,9 @@ the one that fills them, so that the first token of a response does not wait for
 exception: if another engine decodes, it looks for the chunks as soon as that token is there. The blocks are held until
 every rank has reported the copy, so that the engine does not give them to another request.
 
-Requests continue only at the end of a chunk. For layers with a window, only the pages that tokens after the chunk see
-are therefore saved; the engine may have freed earlier ones.
+For layers with a window, only the pages that tokens after the chunk see are saved, because the engine may have freed
+earlier ones. Requests then continue only at the end of a chunk. So the end of each prompt is saved, too, when it is
+computed, as a partly full chunk.
 """
 
 import logging
@@ -68,11 +69,13 @@ class SaveQueue:
             self._save(state, tables, dict.fromkeys(chunks, self._chunk))
         following, last = (state.saved + 1) * self._chunk, self._last_storable(state)
         state.save_at = following if following <= last else math.inf
-        if self._groups.windowed and following > last:  # The engine would free blocks of the last chunk in decode.
-            if computed >= last:
-                self._save_rest(state, computed, tables)
+        if self._groups.windowed and not state.saved_end:
+            end = min(last, state.request.num_prompt_tokens)
+            if computed < end:
+                state.save_at = min(state.save_at, end)
             else:
-                state.save_at = last
+                self._save_rest(state, int(end), tables)
+                state.saved_end = True
 
     def save_tail(self, state: RequestState, tables: Sequence[Sequence[int]]) -> None:
         """Save the full blocks after an ended request's last full chunk, as a partly full chunk."""
