@@ -21,7 +21,7 @@ from lmc.connectors.vllm import multi, vllm_api
 from lmc.connectors.vllm.guard import HookGuard
 from lmc.connectors.vllm.messages import StepPlan, StepReport, Table, WorkerFacts
 from lmc.connectors.vllm.model_identity import model_identity
-from lmc.connectors.vllm.model_kinds import objection, price_of_one_table, use_one_table, windows_of
+from lmc.connectors.vllm.model_kinds import objection, price_of_one_table, states_of, use_one_table, windows_of
 from lmc.connectors.vllm.plugin import join_log, loaded_model
 from lmc.connectors.vllm.scheduler.admin import Administration, serve_if_wanted
 from lmc.connectors.vllm.scheduler.scheduler import Scheduler
@@ -32,6 +32,7 @@ from lmc.connectors.vllm.start import (
     open_engine,
     publisher_if_wanted,
     settings_of_engine,
+    with_fitting_chunks,
 )
 from lmc.connectors.vllm.stats import LmcPromMetrics, LmcStats
 from lmc.connectors.vllm.worker.worker import Worker
@@ -127,6 +128,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         use_one_table(vllm_config)
         if is_scheduler and len(self._windows) == 1 and (price := price_of_one_table(vllm_config.model_config)):
             log.warning(price)
+        if states_of(kv_cache_config):
+            self.settings = with_fitting_chunks(self.settings, vllm_config.cache_config.block_size)
         check_chunk_size(self.settings, vllm_config.cache_config.block_size)
         if role is vllm_api.KVConnectorRole.WORKER:
             self._worker = Worker(vllm_config, kv_cache_config, blends=self.settings.enable_blending)
@@ -259,8 +262,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
 
     def _open(self, facts: Mapping[tuple[int, int], WorkerFacts]) -> None:
         """Open the store, now that all workers have reported."""
-        workers = [facts[rank] for rank in sorted(facts)]
         cache = self._config.cache_config
+        workers = [facts[rank] for rank in sorted(facts)]
         parallel, settings = self._config.parallel_config, self.settings
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         if len(workers) != ranks:
@@ -268,6 +271,9 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
                 f"lmc sees {len(workers)} of {ranks} workers, but needs one scheduler for all ranks: use an executor "
                 "of kind mp or ray, not external_launcher"
             )
+        if self._pool.hash_block_size != cache.block_size:
+            log.warning("lmc is disabled, because --prefix-match-unit is not the block size of %d", cache.block_size)
+            return
         model = model_identity(self._config, [facts.weights for facts in workers])
         refused = next((facts.refused for facts in workers if facts.refused), "")
         if refused and settings.enable_blending:
@@ -281,6 +287,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             "name": str(model_config.served_model_name or model_config.model),
             "tokenizer": str(model_config.tokenizer or ""),
             "windows": self._windows,
+            "states": states_of(self._kv_cache_config),
         }
         engine = open_engine(settings, workers, cache.block_size, model, hashing, prefix=prefix, **names)
         log.info("%s", self._summary(engine, blends=not refused))
@@ -296,6 +303,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             blends=not refused,
             refused=refused,
             windows=self._windows,
+            states=states_of(self._kv_cache_config),
             batch_tokens=self._config.scheduler_config.max_num_batched_tokens,
             by_priority=self._config.scheduler_config.policy == "priority",
             longest=self._config.model_config.max_model_len,

@@ -94,7 +94,7 @@ FIELDS: Mapping[str, str] = {
     },
     "vllm.v1.attention.backend.MLAAttentionImpl": "do_kv_cache_update(6)",
     "vllm.v1.core.block_pool.BlockPool": "blocks cache_full_blocks(6) free_blocks(1) get_cached_block(2) "
-    "get_new_blocks(1) get_num_free_blocks() touch(1)",
+    "get_new_blocks(1) get_num_free_blocks() hash_block_size touch(1)",
     "vllm.v1.core.kv_cache_manager.KVCacheBlocks": "get_block_ids()",
     "vllm.v1.core.kv_cache_utils.KVCacheBlock": "block_id is_null ref_cnt",
     "vllm.v1.core.sched.output.KVConnectorBlockState": "get_block_ids(1)",
@@ -102,6 +102,7 @@ FIELDS: Mapping[str, str] = {
     "vllm.v1.kv_cache_interface.KVCacheConfig": "kv_cache_groups num_blocks",
     "vllm.v1.kv_cache_interface.KVCacheGroupSpec": "kv_cache_spec layer_names",
     "vllm.v1.kv_cache_interface.KVCacheSpec": "block_size copy_with_new_block_size(1)",
+    "vllm.v1.kv_cache_interface.MambaSpec": "mamba_cache_mode",
     "vllm.v1.kv_cache_interface.SlidingWindowSpec": "sliding_window",
     "vllm.v1.metrics.stats.PrefillStats": "set(3)",
     "vllm.v1.outputs.KVConnectorOutput": "finished_recving kv_connector_worker_meta",

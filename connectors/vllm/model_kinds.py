@@ -1,9 +1,10 @@
 """Decides whether lmc offloads a model's KV, or does nothing for the model. This depends on the model's KV cache.
 
-Pages are offloaded if all layers are attention layers whose blocks have the same size. vLLM's hybrid KV cache manager
-has a block table for each group of layers, so that layers with a sliding window keep only their window. lmc leaves it
-on for models with such layers, and switches it off for models and options that it does not support with several tables.
-Models with linear or Mamba layers need that manager.
+Pages are offloaded if the blocks of all layers have the same number of tokens. vLLM's hybrid KV cache manager has a
+block table for each group of layers, so that layers with a sliding window keep only their window. lmc leaves it on for
+models with such layers, and switches it off for models and options that it does not support with several tables. Models
+with linear or Mamba layers need that manager. With prefix caching, vLLM keeps the states of these layers at the ends of
+blocks, in pages of their own ("align" mode), and lmc stores these.
 """
 
 from collections.abc import Mapping
@@ -96,10 +97,14 @@ def objection(model: Any, kv_cache_config: Any) -> str:
         return "it has no KV cache"
     if not model.is_prefix_caching_supported:
         return "its pooling needs every prompt token computed"
-    if not all(isinstance(spec, vllm_api.AttentionSpec) for group in groups for spec in specs_of(group).values()):
-        return "it has layers with a state (linear attention, Mamba), which lmc cannot store"
-    known = (vllm_api.FullAttentionSpec, vllm_api.SlidingWindowSpec)
-    of_known_kinds = all(isinstance(spec, known) for group in groups for spec in specs_of(group).values())
+    specs = [spec for group in groups for spec in specs_of(group).values()]
+    states = [spec for spec in specs if isinstance(spec, vllm_api.MambaSpec)]
+    if any(spec.mamba_cache_mode != "align" for spec in states):
+        return "it has layers with a state (linear attention, Mamba), which lmc stores only with prefix caching"
+    if not all(isinstance(spec, (vllm_api.AttentionSpec, vllm_api.MambaSpec)) for spec in specs):
+        return "it has layers of an unknown kind"
+    known = (vllm_api.FullAttentionSpec, vllm_api.SlidingWindowSpec, vllm_api.MambaSpec)
+    of_known_kinds = all(isinstance(spec, known) for spec in specs)
     if len(groups) > 1 and not (of_known_kinds and len({group.kv_cache_spec.block_size for group in groups}) == 1):
         return (
             f"its layers use {len(groups)} block tables whose blocks differ; start vLLM with "
@@ -115,9 +120,22 @@ def groups_of(kv_cache_config: Any) -> Mapping[str, int]:
 
 
 def windows_of(kv_cache_config: Any) -> tuple[int, ...]:
-    """Return, by KV cache group, how many tokens a token sees; 0 if the engine keeps the blocks of whole prompts."""
+    """Return, by KV cache group, how many tokens a token sees; 0 if the engine keeps the blocks of whole prompts.
+
+    A state is that after the token before, so layers with a state see two tokens.
+    """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    return tuple(spec.sliding_window if isinstance(spec, vllm_api.SlidingWindowSpec) else 0 for spec in specs)
+    states = states_of(kv_cache_config)
+    return tuple(
+        2 if group in states else spec.sliding_window if isinstance(spec, vllm_api.SlidingWindowSpec) else 0
+        for group, spec in enumerate(specs)
+    )
+
+
+def states_of(kv_cache_config: Any) -> frozenset[int]:
+    """Return the KV cache groups whose pages are states after the last token of a block."""
+    groups = enumerate(kv_cache_config.kv_cache_groups)
+    return frozenset(number for number, group in groups if isinstance(group.kv_cache_spec, vllm_api.MambaSpec))
 
 
 def specs_of(group: Any) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Opens the cache engine of a vLLM engine, with the sizes and names that its workers report."""
 
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,8 @@ from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.tiers.tier import Tier
 from lmc.storage.worker_parts import Parallelism
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(slots=True, kw_only=True)
 class Setup:
@@ -31,6 +34,7 @@ class Setup:
     pool: Any  # the engine's block pool
     block_size: int  # number of tokens in a block
     windows: tuple[int, ...] = (0,)  # by KV cache group, how many tokens a token sees; 0 for all before it
+    states: frozenset[int] = frozenset()  # KV cache groups whose pages are states after the last token of a block
     stages: tuple[int, ...]  # number of layers of each pipeline stage
     ranks: int  # number of workers
     batch_tokens: int  # maximal number of tokens that the engine computes in a step
@@ -54,6 +58,18 @@ def settings_of_engine(settings: Settings, engines: int, number: int) -> Setting
     if engines == 1 or settings.local_disk is None:
         return settings
     return settings.model_copy(update={"local_disk": settings.local_disk / f"dp{number}"})
+
+
+def with_fitting_chunks(settings: Settings, block_size: int) -> Settings:
+    """Return settings whose chunks consist of whole blocks.
+
+    For models with a state, vLLM makes blocks as large as a state, and their size is known only at start.
+    """
+    size = -(-settings.chunk_size // block_size) * block_size
+    if size == settings.chunk_size:
+        return settings
+    log.info("chunks have %d tokens instead of %d, because blocks have %d", size, settings.chunk_size, block_size)
+    return settings.model_copy(update={"chunk_size": size})
 
 
 def check_chunk_size(settings: Settings, block_size: int) -> None:
@@ -83,12 +99,14 @@ def open_engine(
     name: str = "",
     tokenizer: str = "",
     windows: Sequence[int] = (0,),
+    states: Collection[int] = (),
 ) -> CacheEngine:
     """Create the slab and open the tiers, by default the tiers of the settings.
 
     `model` is the model's identity, and `hashing` is the algorithm of the engine's block hashes. A chunk has one part
     for each layer and rank. Documents are learned after the tokens of `prefix`. `name` is the model's name for
-    operators, and `tokenizer` is the path or id of its tokenizer. `windows` is as in `Setup`.
+    operators, and `tokenizer` is the path or id of its tokenizer. `windows` and `states` are as in
+    `Setup`.
     Raises `ConfigError`, `NoMemory` or `TierUnusable`.
     """
     check_chunk_size(settings, block_size)
@@ -101,8 +119,9 @@ def open_engine(
     pages = "|".join(f"{worker.rank}{worker.page_bytes}{worker.layout}" for worker in workers)
     of_pages = {"layout": f"{pages}|block {block_size}|{hashing}", "tensor_parallel": ranks}
     namespace = Namespace.of(shape, model=model, rope=first.rope, chunk_size=settings.chunk_size, **of_pages)
+    chunks: dict[str, Any] = {"divisible": not any(windows), "states": bool(states)}
     store = open_store(settings, layout, shared=True, tiers=tiers, model=name, tokenizer=tokenizer)
-    return CacheEngine(settings, store, layout, shape, namespace, prefix=prefix, model=name, divisible=not any(windows))
+    return CacheEngine(settings, store, layout, shape, namespace, prefix=prefix, model=name, **chunks)
 
 
 def publisher_if_wanted(engine: CacheEngine, number: int) -> DocumentPublisher | None:

@@ -60,15 +60,17 @@ class CacheEngine:
         prefix: Sequence[int] = (),
         model: str = "",
         divisible: bool = True,
+        states: bool = False,
     ) -> None:
         """Find the documents of earlier processes in a store for chunks of `layout`.
 
         `shape` is the shape of a token's KV in documents; a shape without heads means that no token can be stored.
         `namespace` has the fields that all namespaces of the model share; kind and salt are set here. KV is read on
         `device`. Documents are learned after the tokens of `prefix`. `model` is the model's name for people.
-        Chunks of pages serve any number of their leading blocks if they are `divisible`.
+        `divisible` and `states` describe chunks of pages, as in `BlockChain`.
         """
-        self.prefix, self._device, self._divisible = tuple(prefix), torch.device(device), divisible
+        self.prefix, self._device = tuple(prefix), torch.device(device)
+        self._of_pages = {"divisible": divisible, "states": states}
         self.settings, self.names = settings, Names(namespace, prefix, model)
         self.layout, self.shape, self.chunk_size = layout, shape, settings.chunk_size
         self.store = store
@@ -99,7 +101,7 @@ class CacheEngine:
     def block_chain(self, hashes: Sequence[bytes], block_size: int) -> BlockChain:
         """Return a prompt as exact chunks of pages, named by an engine's block hashes."""
         namespace = self.namespace(RecordKind.PAGES)
-        return BlockChain(self.index, namespace, hashes, self.chunk_size, block_size, divisible=self._divisible)
+        return BlockChain(self.index, namespace, hashes, self.chunk_size, block_size, **self._of_pages)
 
     def documents(
         self, prompt: Sequence[int], spans: Iterable[Span], salt: str = "", *, start: Span | None = None
@@ -229,7 +231,7 @@ class CacheEngine:
 
         Tiers that other processes share are queried, unless `elsewhere` has their answers: a tier for each chunk.
         """
-        keys = [*chain.whole, *(piece.key for document in match.documents for piece in document.pieces)]
+        keys = [*chain.whole, *chain.inner, *(piece.key for document in match.documents for piece in document.pieces)]
         places = dict(zip(keys, self.lookup(keys, elsewhere), strict=True))
         exact = find_run(chain, self.chunk_size, places, lambda keys: self.lookup(keys, elsewhere))
         documents = [
@@ -291,7 +293,7 @@ class CacheEngine:
         Shared tiers are not queried, because that would cost a round trip. Of two equal records, a shared tier keeps
         only one.
         """
-        namings = [chain.naming(one.chunk, one.tokens) for one in chunks]
+        namings = [chain.naming(one.chunk, one.tokens, inner=one.inner) for one in chunks]
         keys = [key for naming in namings for key in (naming.key, naming.longer) if key is not None]
         places = dict(zip(keys, self.store.lookup(keys, shared=False), strict=True))
         metas = {}
@@ -304,7 +306,7 @@ class CacheEngine:
         begun = dict(zip(metas, self.store.begin(list(metas.values())), strict=True))
         slots = [begun.get(one) for one in chunks]
         for one, slot in zip(chunks, slots, strict=True):
-            if slot is not None or chain.kind is RecordKind.PREFIX:
+            if (slot is not None or chain.kind is RecordKind.PREFIX) and not one.inner:
                 chain.remember(one.chunk, one.tokens)
         return slots
 

@@ -9,18 +9,22 @@ stored prompt may be partly full. It is called an end, and is found by the chunk
 including cache salt, LoRA and images. A chunk of pages serves any number of its leading blocks, unless it lacks the
 pages that only tokens inside the chunk see (layers with a window): then it serves all of them, or none.
 
+Layers with a state (linear attention, Mamba) add one page to a chunk: the state after its last token. An engine has the
+states of some positions only. The other chunks are stored as *inner* chunks: a prompt cannot continue after them, but
+after a later chunk.
+
 The index remembers ends and blocks. The labels of records hold them for the next process.
 """
 
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 from typing import NamedTuple
 
-from lmc.engine.pieces import Piece
+from lmc.engine.pieces import Piece, up_to_end
 from lmc.keys import ChunkKey, RecordKind, exact_keys, exact_root, next_key
 
 SHORT = 16  # remembered bytes of a block hash; enough to make collisions infeasible
@@ -76,6 +80,7 @@ class NewChunk(NamedTuple):
 
     chunk: int
     tokens: int
+    inner: bool = False  # No prompt can continue after it; see `BlockChain`.
     details: str = ""  # text of the connector; after a restart it is in `CacheEngine.recalled`
 
 
@@ -92,6 +97,7 @@ class TokenChain:
     """A prompt as token chunks. Ends are looked up at the prompt lengths `ends` and at those in the index."""
 
     kind = RecordKind.PREFIX
+    inner: Sequence[ChunkKey] = ()  # See `BlockChain.inner`.
 
     def __init__(
         self, index: CacheIndex, namespace: bytes, tokens: Sequence[int], chunk_size: int, ends: Iterable[int] = ()
@@ -112,7 +118,7 @@ class TokenChain:
         fitting = sorted((length for length in lengths if length <= len(self._tokens) - at), reverse=True)
         return [(next_key(parent, self._tokens[at : at + length]), length) for length in fitting]
 
-    def naming(self, chunk: int, tokens: int) -> Naming:
+    def naming(self, chunk: int, tokens: int, *, inner: bool = False) -> Naming:
         """Return the key for `tokens` tokens after `chunk` full chunks. An end's label is the key before it."""
         at, parent = chunk * self._size, self._parent(chunk)
         if tokens == self._size:
@@ -142,15 +148,26 @@ class BlockChain:
         block_size: int,
         *,
         divisible: bool = True,
+        states: bool = False,
     ) -> None:
-        """Store what names the chunks; `divisible` chunks serve any number of their leading blocks."""
+        """Store what names the chunks.
+
+        `divisible` chunks serve any number of their leading blocks. With `states`, there may be inner chunks.
+        """
         self._index, self.namespace, self._hashes = index, namespace, hashes
         self._size, self._blocks, self._divisible = block_size, chunk_size // block_size, divisible
+        self._states = states
 
     @cached_property
     def whole(self) -> Sequence[ChunkKey]:
         """The keys of the full chunks, each from the hash of its last block."""
         return [self.key(self._hashes[last]) for last in range(self._blocks - 1, len(self._hashes), self._blocks)]
+
+    @cached_property
+    def inner(self) -> Sequence[ChunkKey]:
+        """The keys of the full chunks as inner chunks; none if the engine has no layers with a state."""
+        lasts = range(self._blocks - 1, len(self._hashes), self._blocks) if self._states else ()
+        return [self._inner_key(self._hashes[last]) for last in lasts]
 
     def partial(self, chunk: int) -> list[tuple[ChunkKey, int]]:
         """Return the chunks that may serve the blocks after `chunk` full chunks, and how many of their tokens do.
@@ -166,9 +183,11 @@ class BlockChain:
                 found.append((self.key(hashes[place]), (place + 1) * self._size))
         return found
 
-    def naming(self, chunk: int, tokens: int) -> Naming:
+    def naming(self, chunk: int, tokens: int, *, inner: bool = False) -> Naming:
         """Return the key for `tokens` tokens after `chunk` full chunks. Its label has the shortened block hashes."""
         hashes = self._of(chunk, tokens)
+        if inner:
+            return Naming(self._inner_key(hashes[-1]), longer=self.key(hashes[-1]))
         longer = self._index.holder(hashes[-1], len(hashes) - 1) if self._divisible else None
         return Naming(self.key(hashes[-1]), "".join(block[:SHORT].hex() for block in hashes), longer)
 
@@ -181,6 +200,9 @@ class BlockChain:
         """Return the key of the chunk whose last block has this hash."""
         return ChunkKey(hashlib.sha256(b"pages" + self.namespace + last).digest())
 
+    def _inner_key(self, last: bytes) -> ChunkKey:
+        return ChunkKey(hashlib.sha256(b"inner pages" + self.namespace + last).digest())
+
     def _of(self, chunk: int, tokens: int) -> Sequence[bytes]:
         first = chunk * self._blocks
         return self._hashes[first : first + tokens // self._size]
@@ -192,11 +214,19 @@ ExactChain = TokenChain | BlockChain
 def find_run(chain: ExactChain, chunk_size: int, places: Places, lookup: Lookup) -> list[Piece]:
     """Return the longest run of exact chunks from the start of a prompt.
 
-    The run has full chunks, whose tiers are in `places`, and possibly a part of one more chunk, found by `lookup`.
+    The run has full chunks, whose tiers are in `places`, and possibly a part of one more chunk, found by `lookup`. A
+    prompt can continue after it.
     """
-    found = [(key, chunk_size, places[key]) for key in takewhile(places.get, chain.whole)]
+    inner = dict(zip(chain.whole, chain.inner, strict=False))
+    keys = [key if places[key] else inner.get(key, key) for key in chain.whole]
+    found = [(key, chunk_size, places[key]) for key in takewhile(places.get, keys)]
     ends = chain.partial(len(found))
     there = lookup([key for key, _ in ends]) if ends else []
     found += [(key, tokens, place) for (key, tokens), place in zip(ends, there, strict=True) if place][:1]
-    starts = range(0, len(found) * chunk_size, chunk_size)
-    return [Piece.whole(chain.kind, key, n, at, at, place) for at, (key, n, place) in zip(starts, found, strict=True)]
+    starts, insides = range(0, len(found) * chunk_size, chunk_size), set(chain.inner)
+    return up_to_end(
+        [
+            replace(Piece.whole(chain.kind, key, n, at, at, place), ends=key not in insides)
+            for at, (key, n, place) in zip(starts, found, strict=True)
+        ]
+    )

@@ -1,6 +1,6 @@
 """Pieces: stored chunks, or parts of them, and the positions of a prompt that they serve."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from lmc.blend.segments import Placement
@@ -17,6 +17,7 @@ class Piece(Placement):
     skip: int = 0  # leading tokens of the chunk that are not used
     place: str | None = None  # the chunk's tier at the time of the lookup; None if it was in no tier
     exact: bool = True
+    ends: bool = True  # A prompt can continue after it; after some chunks, the state of a layer is missing.
     slot: int = -1  # the slot that holds the chunk once it is pinned
     tag: int = 0  # the tag that the slot must have; a different tag means that it holds another chunk
 
@@ -36,6 +37,12 @@ class Piece(Placement):
     def stop(self) -> int:
         """The position after the last used token."""
         return self.at + self.tokens
+
+
+def up_to_end(pieces: Sequence["Piece"]) -> list["Piece"]:
+    """Return `pieces` up to the last one after which a prompt can continue."""
+    last = max((at for at, piece in enumerate(pieces, 1) if piece.ends), default=0)
+    return list(pieces[:last])
 
 
 def trim(pieces: Iterable[Piece], start: int, stop: int) -> list[Piece]:

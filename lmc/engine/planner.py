@@ -13,7 +13,7 @@ from itertools import dropwhile, takewhile
 
 from lmc.blend.segments import Span
 from lmc.documents.known import KnownDocument
-from lmc.engine.pieces import Piece, trim
+from lmc.engine.pieces import Piece, trim, up_to_end
 from lmc.keys import ChunkKey
 from lmc.storage.cost_model import BlendOffer, CostModel, LoadPolicy, Offer
 from lmc.storage.places import MEMORY
@@ -92,7 +92,7 @@ class Plan:
 def make_plan(match: Match) -> Plan:
     """Return the plan that uses everything that a match allows."""
     behind = (piece for piece in match.exact if piece.stop > match.local)  # The engine's own tokens need no piece.
-    exact = trim(takewhile(match.usable, behind), match.local, match.exact_stop)
+    exact = trim(up_to_end([*takewhile(match.usable, behind)]), match.local, match.exact_stop)
     pieces = _document_pieces(match)
     for piece in pieces:
         reach = max(match.local, _stop(exact))

@@ -257,6 +257,22 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128},
     ),
     "mistralwindow": (transformers.MistralConfig, {"head_dim": 32, "sliding_window": 128}),
+    "qwen3next": (  # vLLM's CPU build computes its states in bfloat16 only, and heads of other sizes not at all.
+        transformers.Qwen3NextConfig,
+        {
+            "head_dim": 64,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
     "lfm2": (
         transformers.Lfm2Config,
         {

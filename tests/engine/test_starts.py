@@ -84,10 +84,29 @@ def test_a_model_with_states_starts_and_answers_as_without_lmc(models, caplog):
         wanted = asked(llm)
     with caplog.at_level(logging.INFO, "lmc"), started(lambda: launch(models("lfm2"))) as llm:
         found = asked(llm)
-    assert all(map(agree, found, wanted))
-    assert [out.num_cached_tokens for out in found] == [out.num_cached_tokens for out in wanted]
+    assert all(map(agree, found[:4], wanted[:4]))
+    assert [out.num_cached_tokens for out in found[:4]] == [out.num_cached_tokens for out in wanted[:4]]
     assert found[2].num_cached_tokens == 672, "the engine's own cache resumes from its states"
-    assert said(caplog) == [NOTHING + "it has layers with a state (linear attention, Mamba), which lmc cannot store"]
+    # What lmc loads is tested with Qwen3-Next (test_states.py): vLLM's CPU build computes this model differently if
+    # steps end elsewhere, without lmc too.
+    assert [out.num_cached_tokens for out in (found[4], wanted[4])] == [672, 0]
+    assert "blending is off: it has layers with a state (linear attention, Mamba)" in caplog.text
+
+
+@pytest.mark.long
+def test_hashes_of_parts_of_blocks_are_said_to_be_unsupported(models, caplog):
+    """lmc names chunks by hashes of whole blocks."""
+    with caplog.at_level(logging.WARNING, "lmc"), started(lambda: launch(models("gemma3mixed"), prefix_match_unit=16)):
+        pass
+    assert "lmc is disabled, because --prefix-match-unit is not the block size of 32" in caplog.text
+
+
+@pytest.mark.long
+def test_without_prefix_caching_nothing_is_done_for_a_model_with_states(models, caplog):
+    with caplog.at_level(logging.INFO, "lmc"), started(lambda: launch(models("lfm2"), enable_prefix_caching=False)):
+        pass
+    reason = "it has layers with a state (linear attention, Mamba), which lmc stores only with prefix caching"
+    assert said(caplog) == [NOTHING + reason]
 
 
 def attention(kind: type = FullAttentionSpec, **more: Any) -> Any:
@@ -103,8 +122,9 @@ KINDS = {
     "full attention": ([attention()], ""),
     "windows": ([WINDOW], ""),
     "layers of several shapes": ([UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": attention()})], ""),
-    "states": ([STATE], "layers with a state"),
-    "states and attention": ([attention(), STATE], "layers with a state"),
+    "states that are not kept": ([STATE], "stores only with prefix caching"),
+    "states and attention, not kept": ([attention(), STATE], "stores only with prefix caching"),
+    "states and attention": ([attention(), replace(STATE, mamba_cache_mode="align")], ""),
     "two tables": ([attention(), WINDOW], ""),
     "blocks of two sizes": ([attention(), LARGE], "2 block tables whose blocks differ; start vLLM with --disable-hyb"),
     "chunks": ([attention(), CHUNKS], "2 block tables whose blocks differ; start vLLM with --disable-hybrid"),

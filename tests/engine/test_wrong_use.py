@@ -249,7 +249,7 @@ def test_pipeline_parallel_is_not_blended():
 
 @pytest.mark.parametrize(
     ("experts", "said"),
-    [(True, "its experts are shared with other data-parallel engines"), (False, "several kinds of KV cache")],
+    [(True, "its experts are shared with other data-parallel engines"), (False, "does not keep its decoder layers")],
 )
 def test_experts_that_data_parallel_engines_share_are_not_blended(experts, said):
     """Without experts only the next check refuses this model."""

@@ -28,7 +28,10 @@ class Claims:
 
     def look(self, state: RequestState, local: int = 0) -> Match:
         """Find the stored chunks of a request. Tiers that processes share are searched only the first time."""
-        chain = self._engine.block_chain(state.hashes, self._setup.block_size)
+        hashes, size = state.hashes, self._setup.block_size
+        if self._setup.states:  # The engine computes the last token again, and its state must be that before.
+            hashes = hashes[: (state.request.num_tokens - 1) // size]
+        chain = self._engine.block_chain(hashes, size)
         match = self._engine.look(self.usable(state, local), chain, state.elsewhere)
         if state.elsewhere is None:
             shared = self._engine.store.shared_places

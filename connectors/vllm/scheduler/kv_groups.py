@@ -31,11 +31,12 @@ class KVGroups:
     pool: Any
     block_size: int  # number of tokens in a block
     windows: tuple[int, ...] = (0,)  # by group, how many tokens a token sees, including itself; 0 for all
+    states: frozenset[int] = frozenset()  # groups whose pages are states after the last token of a block
 
     @classmethod
     def of(cls, setup: Setup) -> "KVGroups":
         """Return the groups of an engine."""
-        return cls(setup.pool, setup.block_size, setup.windows)
+        return cls(setup.pool, setup.block_size, setup.windows, setup.states)
 
     @property
     def count(self) -> int:

@@ -191,15 +191,25 @@ class SaveQueue:
         ]
         details = [self._events.details(state.request, *place) if self._events else None for place in places]
         labels = [one.label() if one else "" for one in details]
-        new = [NewChunk(*chunk, label) for chunk, label in zip(chunks.items(), labels, strict=True)]
+        new = [
+            NewChunk(
+                chunk, tokens, inner=tokens == self._chunk and self._lacks_state(state, tables, *place), details=label
+            )
+            for (chunk, tokens), place, label in zip(chunks.items(), places, labels, strict=True)
+        ]
         chain = self._engine.block_chain(state.hashes, self._block_size)
         slots = self._engine.begin_exact(chain, new, state.request.cache_salt or "")
         numbers = tables() if any(slots) else ()
-        for slot, (first, count), known in zip(slots, places, details, strict=True):
+        for slot, (first, count), one, known in zip(slots, places, new, details, strict=True):
             if slot is None:
                 continue
             hashes = state.request.block_hashes
-            saved = [self._in_chunk(group, table, hashes, first, count) for group, table in enumerate(numbers)]
+            saved = [
+                (NULL,) * count
+                if one.inner and group in self._groups.states
+                else self._in_chunk(group, table, hashes, first, count)
+                for group, table in enumerate(numbers)
+            ]
             if not all(saved):
                 self._engine.store.abort(slot)
                 continue
@@ -208,6 +218,13 @@ class SaveQueue:
             job = self._pending.begin([slot], self._hold([block for table in saved for block in table if block]))
             saves = self._urgent if state.request.max_tokens == 1 else self._saves
             saves.append(SaveJob(job=job, slot=slot.slot, tables=tuple(saved)))
+
+    def _lacks_state(self, state: RequestState, tables: BlockTables, first: int, count: int) -> bool:
+        """Return whether the engine no longer has the state after a chunk, or never had it."""
+        if not self._groups.states:
+            return False
+        numbers, hashes = tables(), state.request.block_hashes
+        return not all(self._in_chunk(group, numbers[group], hashes, first, count) for group in self._groups.states)
 
     def _in_chunk(self, group: int, table: Sequence[int], hashes: Sequence[bytes], first: int, count: int) -> Table:
         """Return the `count` blocks of a chunk in a group; the null block replaces those that no later token sees.

@@ -68,6 +68,8 @@ class NativeLayers:
             )
         groups = kv_cache_config.kv_cache_groups
         specs = {name: spec for group in groups for name, spec in specs_of(group).items()}
+        if any(isinstance(spec, vllm_api.MambaSpec) for spec in specs.values()):
+            raise UnsupportedModel("it has layers with a state (linear attention, Mamba)")
         # In a multimodal model, the layers are those of its language model.
         language = model.get_language_model() if hasattr(model, "get_language_model") else model
         self._config, self._model, self._layers = config, language, _layers_of(language)
