@@ -269,3 +269,50 @@ def test_ends_are_bounded_and_the_oldest_is_forgotten(stored, monkeypatch):
     for first in (10, 20, 30):
         store_tokens(stored, index, [first, 1, 2, 4])
     assert [reach(stored, tokens_of(index, [first, 1, 2, 4, 9])) for first in (10, 20, 30)] == [3, 4, 4]
+
+
+def chain_of(blocks: str, **kind) -> BlockChain:
+    return BlockChain(CacheIndex(), b"namespace", hashes(blocks), N, 1, **kind)
+
+
+def run_of(chain: BlockChain, keys: set) -> list:
+    places = {key: "host" if key in keys else None for key in (*chain.whole, *chain.inner)}
+    return find_run(chain, N, places, lambda asked: ["host" if key in keys else None for key in asked])
+
+
+def test_indivisible_chunks_serve_all_of_their_blocks_or_none():
+    """They lack pages that only tokens inside them see."""
+    index = CacheIndex()
+    chain = BlockChain(index, b"namespace", hashes("abcdef"), N, 1, divisible=False)
+    keys = {chain.naming(at, N).key for at in range(2)}
+    for at in range(2):
+        chain.remember(at, N)
+    for blocks, wanted in (("abcdef", [3, 3]), ("abcde", [3]), ("abcdX", [3]), ("ab", []), ("abc", [3])):
+        other = BlockChain(index, b"namespace", hashes(blocks), N, 1, divisible=False)
+        assert blocks_of(run_of(other, keys)) == wanted
+    assert chain.naming(1, 2).longer is None, "a shorter chunk is worth storing"
+
+
+@given(st.lists(st.sampled_from(["", "inner", "whole"]), min_size=4, max_size=4), st.booleans())
+@settings(deadline=None)
+def test_a_run_ends_at_the_last_chunk_after_which_a_prompt_can_continue(kinds, tail):
+    chain, keys = chain_of("abcdefghijklmn", divisible=False, states=True), set()
+    for at, kind in enumerate(kinds):
+        if kind:
+            keys.add(chain.naming(at, N, inner=kind == "inner").key)
+    if tail:
+        keys.add(chain.naming(4, 2).key)
+    found = run_of(chain, keys)
+    reach = kinds.index("") if "" in kinds else 4
+    ends = [at + 1 for at in range(reach) if kinds[at] == "whole"]
+    wanted = [N] * 4 + [2] if tail and reach == 4 else [N] * max(ends, default=0)
+    assert blocks_of(found) == wanted
+    assert [piece.ends for piece in found] == [kind == "whole" for kind in kinds[: min(len(found), 4)]] + [True] * (
+        len(found) - min(len(found), 4)
+    )
+
+
+def test_an_inner_chunk_is_not_stored_beside_one_that_serves_more():
+    chain = chain_of("abc", divisible=False, states=True)
+    assert chain.naming(0, N, inner=True).longer == chain.naming(0, N).key
+    assert chain_of("abc").inner == []

@@ -101,6 +101,14 @@ def test_the_run_ends_before_a_chunk_that_did_not_come():
     assert plan.reach == 10
 
 
+def test_a_run_ends_where_a_prompt_can_continue_if_the_last_state_did_not_come():
+    first, inner, last = run_of("host", "host", "host")
+    run = [first, replace(inner, ends=False), last]
+    assert make_plan(match(exact=run)).reach == 3 * N
+    assert make_plan(match(exact=run, lost=frozenset([last.key]))).reach == N
+    assert make_plan(match(exact=run[1:], local=N, lost=frozenset([last.key]))).exact == ()
+
+
 def test_without_loading_the_run_ends_before_the_first_chunk_on_a_tier():
     found = match(exact=run_of("host", "device", "disk", "host"))
     assert spans(make_plan(replace(found, memory_only=True)).exact) == [(0, 10), (10, 20)]

@@ -73,7 +73,10 @@ def model_facts(name: str | Path, dtype: str | None = None) -> ModelFacts:
         config = whole.get_text_config(decoder=True)
         kinds = set(getattr(config, "layer_types", None) or ())
         if states := sorted(kinds & STATE_KINDS):
-            raise InputError(f"lmc does not serve {name}: it has layers with a state ({', '.join(states)})")
+            raise InputError(
+                f"documents of {name} cannot be blended: it has layers with a state ({', '.join(states)}). In vLLM, "
+                "equal beginnings of prompts are reused, and their size depends on the engine's blocks"
+            )
         if others := sorted(kinds - ATTENTION_KINDS):
             raise InputError(f"lmc does not know the sizes of the layers of {name}: {', '.join(others)}")
         shape = shape_of(config, torch_dtype or config.dtype or whole.dtype or torch.bfloat16)

@@ -102,7 +102,7 @@ FIELDS: Mapping[str, str] = {
     "vllm.v1.kv_cache_interface.KVCacheConfig": "kv_cache_groups num_blocks",
     "vllm.v1.kv_cache_interface.KVCacheGroupSpec": "kv_cache_spec layer_names",
     "vllm.v1.kv_cache_interface.KVCacheSpec": "block_size copy_with_new_block_size(1)",
-    "vllm.v1.kv_cache_interface.MambaSpec": "mamba_cache_mode",
+    "vllm.v1.kv_cache_interface.MambaSpec": "mamba_cache_mode num_speculative_blocks",
     "vllm.v1.kv_cache_interface.SlidingWindowSpec": "sliding_window",
     "vllm.v1.metrics.stats.PrefillStats": "set(3)",
     "vllm.v1.outputs.KVConnectorOutput": "finished_recving kv_connector_worker_meta",

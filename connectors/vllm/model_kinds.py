@@ -98,9 +98,8 @@ def objection(model: Any, kv_cache_config: Any) -> str:
     if not model.is_prefix_caching_supported:
         return "its pooling needs every prompt token computed"
     specs = [spec for group in groups for spec in specs_of(group).values()]
-    states = [spec for spec in specs if isinstance(spec, vllm_api.MambaSpec)]
-    if any(spec.mamba_cache_mode != "align" for spec in states):
-        return "it has layers with a state (linear attention, Mamba), which lmc stores only with prefix caching"
+    if reason := next(filter(None, map(_not_stored, specs)), ""):
+        return f"it has layers with a state (linear attention, Mamba), which lmc {reason}"
     if not all(isinstance(spec, (vllm_api.AttentionSpec, vllm_api.MambaSpec)) for spec in specs):
         return "it has layers of an unknown kind"
     known = (vllm_api.FullAttentionSpec, vllm_api.SlidingWindowSpec, vllm_api.MambaSpec)
@@ -111,6 +110,16 @@ def objection(model: Any, kv_cache_config: Any) -> str:
             "--disable-hybrid-kv-cache-manager"
         )
     return ""
+
+
+def _not_stored(spec: Any) -> str:
+    """Return why states are not stored; an empty string if they are, or if a layer has none."""
+    if not isinstance(spec, vllm_api.MambaSpec):
+        return ""
+    if spec.mamba_cache_mode != "align":
+        return "stores only with prefix caching"
+    # Speculative decoding moves blocks inside a block table.
+    return "cannot store with speculative decoding" if spec.num_speculative_blocks else ""
 
 
 def groups_of(kv_cache_config: Any) -> Mapping[str, int]:

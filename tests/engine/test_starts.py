@@ -117,6 +117,7 @@ WINDOW = attention(SlidingWindowSpec, sliding_window=128)
 LARGE = replace(WINDOW, block_size=64)
 CHUNKS = attention(ChunkedLocalAttentionSpec, attention_chunk_size=128)
 STATE = MambaSpec(block_size=32, shapes=((1,),), dtypes=(torch.float32,))
+KEPT = replace(STATE, mamba_cache_mode="align")
 MODEL = SimpleNamespace(is_prefix_caching_supported=True)
 KINDS = {
     "full attention": ([attention()], ""),
@@ -124,7 +125,8 @@ KINDS = {
     "layers of several shapes": ([UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": attention()})], ""),
     "states that are not kept": ([STATE], "stores only with prefix caching"),
     "states and attention, not kept": ([attention(), STATE], "stores only with prefix caching"),
-    "states and attention": ([attention(), replace(STATE, mamba_cache_mode="align")], ""),
+    "states and attention": ([attention(), KEPT], ""),
+    "states and drafts": ([attention(), replace(KEPT, num_speculative_blocks=2)], "store with speculative decoding"),
     "two tables": ([attention(), WINDOW], ""),
     "blocks of two sizes": ([attention(), LARGE], "2 block tables whose blocks differ; start vLLM with --disable-hyb"),
     "chunks": ([attention(), CHUNKS], "2 block tables whose blocks differ; start vLLM with --disable-hybrid"),

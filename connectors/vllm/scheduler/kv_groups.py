@@ -4,8 +4,12 @@ vLLM puts layers with a sliding window and layers that see the whole prompt into
 table in each group. With a window, only the blocks that the next token sees are kept; in the place of the others, the
 table has the null block. All groups take their blocks from one pool, and here have blocks of the same size.
 
-lmc needs more blocks than the engine keeps: a blend computes tokens all over the prompt, each of which sees its own
-window. It borrows these blocks until the blend ends.
+lmc needs more blocks than the engine keeps: a blend computes tokens all over the prompt, and each sees its own window.
+lmc borrows these blocks until the blend ends.
+
+Layers with a state (linear attention, Mamba) have groups, too. The page of a block is the state after its last token,
+and the engine has it only where one of its steps has ended. The next token sees that state alone. So it is like a
+window of two tokens.
 """
 
 from collections.abc import Sequence
