@@ -51,9 +51,13 @@ class Pages:
     ) -> None:
         """Prepare the caches of layers, by their names; `groups` are their KV cache groups, by default one for all."""
         of_layer = groups or dict.fromkeys(caches, 0)
-        # Layers of one group may share a cache, which is used only once here. Layers of several groups are in the same
-        # memory, in blocks of their own.
-        named = {(of_layer[name], one.data_ptr(), one.shape, one.stride()): (name, one) for name, one in caches.items()}
+        # Layers of one group may share a cache, which is used only once here; `groups` may lack all but one of them.
+        # Layers of several groups are in the same memory, in blocks of their own.
+        named = {
+            (of_layer[name], one.data_ptr(), one.shape, one.stride()): (name, one)
+            for name, one in caches.items()
+            if name in of_layer
+        }
         apart = list(named.values())
         if len(set(of_layer.values())) > 1:
             apart.sort(key=lambda one: _numbers_in(one[0]))  # The engine lists them group by group.
