@@ -162,7 +162,7 @@ def test_layers_of_several_block_tables_are_apart_and_in_the_order_of_the_model(
     given = {"model.layers.10.attn": one, "model.layers.2.attn": two, "model.layers.3.attn": one, "alias": two}
     groups = {"model.layers.10.attn": 0, "model.layers.2.attn": 0, "model.layers.3.attn": 1}
     pages = Pages(given, B, groups)
-    assert (pages.layers, pages.group) == (3, [0, 1, 0])
+    assert (pages.layers, pages.group_of) == (3, [0, 1, 0])
 
 
 @pytest.mark.parametrize("blocks", [[], [0], [5], [0, 1, 2, 3, 4, 5], [5, 4, 3], [1, 2, 4, 5, 0], [3, 3]])

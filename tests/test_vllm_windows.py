@@ -29,6 +29,16 @@ def learned(lab, *documents):
     lab.forget_prefixes()
 
 
+def after_cached_blocks(lab):
+    """A prompt with documents whose system text the engine has cached, and how many of its tokens are cached."""
+    learned(lab, DOC_A, DOC_B)
+    lab.serve("one", [*LONG, *range(700, 703)])
+    lab.settle()
+    request = lab.arrive("two", prompt(DOC_B, DOC_A, system=LONG))
+    local = lab.look(request)
+    return request, local
+
+
 def visible(position, window):
     """The blocks that a token sees, one by one."""
     first = max(0, position - window + 1) if window else 0
@@ -122,11 +132,7 @@ def test_a_blend_that_is_aborted_leaves_nothing_in_the_engine_s_cache(lab):
 
 
 def test_a_blend_behind_cached_blocks_holds_the_window_before_its_first_row(lab):
-    learned(lab, DOC_A, DOC_B)
-    lab.serve("one", [*LONG, *range(700, 703)])
-    lab.settle()
-    request = lab.arrive("two", prompt(DOC_B, DOC_A, system=LONG))
-    local = lab.look(request)
+    request, local = after_cached_blocks(lab)
     assert local == len(LONG) // BLOCK * BLOCK
     lab.admit(request)
     (job,) = lab.step().loads
@@ -140,11 +146,7 @@ def test_a_blend_behind_cached_blocks_holds_the_window_before_its_first_row(lab)
 
 
 def test_a_block_that_was_evicted_in_the_meantime_is_a_miss(lab):
-    learned(lab, DOC_A, DOC_B)
-    lab.serve("one", [*LONG, *range(700, 703)])
-    lab.settle()
-    request = lab.arrive("two", prompt(DOC_B, DOC_A, system=LONG))
-    local = lab.look(request)
+    request, local = after_cached_blocks(lab)
     tokens = lab.scheduler.claim(request, local)
     tables = lab.allocate(request, local, tokens)
     lost = lab.pool.key(request.block_hashes[local // BLOCK - 1], 1)

@@ -105,6 +105,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             raise ConfigError("lmc does not support context parallelism: start vLLM without it, or without lmc")
         self._objection = objection(vllm_config.model_config, kv_cache_config)
         self._windows = () if self._objection else windows_of(kv_cache_config)
+        self._states = states_of(kv_cache_config)
 
         self._stop_admin: Callable[[], None] | None = None
         self._publisher: DocumentPublisher | None = None
@@ -128,7 +129,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         use_one_table(vllm_config)
         if is_scheduler and len(self._windows) == 1 and (price := price_of_one_table(vllm_config.model_config)):
             log.warning(price)
-        if states_of(kv_cache_config):
+        if self._states:
             self.settings = with_fitting_chunks(self.settings, vllm_config.cache_config.block_size)
         check_chunk_size(self.settings, vllm_config.cache_config.block_size)
         if role is vllm_api.KVConnectorRole.WORKER:
@@ -262,8 +263,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
 
     def _open(self, facts: Mapping[tuple[int, int], WorkerFacts]) -> None:
         """Open the store, now that all workers have reported."""
-        cache = self._config.cache_config
         workers = [facts[rank] for rank in sorted(facts)]
+        cache = self._config.cache_config
         parallel, settings = self._config.parallel_config, self.settings
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         if len(workers) != ranks:
@@ -287,7 +288,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             "name": str(model_config.served_model_name or model_config.model),
             "tokenizer": str(model_config.tokenizer or ""),
             "windows": self._windows,
-            "states": states_of(self._kv_cache_config),
+            "states": self._states,
         }
         engine = open_engine(settings, workers, cache.block_size, model, hashing, prefix=prefix, **names)
         log.info("%s", self._summary(engine, blends=not refused))
@@ -303,7 +304,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             blends=not refused,
             refused=refused,
             windows=self._windows,
-            states=states_of(self._kv_cache_config),
+            states=self._states,
             batch_tokens=self._config.scheduler_config.max_num_batched_tokens,
             by_priority=self._config.scheduler_config.policy == "priority",
             longest=self._config.model_config.max_model_len,

@@ -105,8 +105,7 @@ def open_engine(
 
     `model` is the model's identity, and `hashing` is the algorithm of the engine's block hashes. A chunk has one part
     for each layer and rank. Documents are learned after the tokens of `prefix`. `name` is the model's name for
-    operators, and `tokenizer` is the path or id of its tokenizer. `windows` and `states` are as in
-    `Setup`.
+    operators, and `tokenizer` is the path or id of its tokenizer. `windows` and `states` are as in `Setup`.
     Raises `ConfigError`, `NoMemory` or `TierUnusable`.
     """
     check_chunk_size(settings, block_size)

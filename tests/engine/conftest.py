@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab import Lab, engine, make_model
-from stepping import pages
+from lab import DOCUMENTS, Lab, engine, make_model
+from stepping import pages, poison
 
 sys.path.append(str(Path(__file__).parent.parent))
 from service_process import ServerProcess
@@ -76,6 +76,19 @@ def models(tmp_path_factory):
     """A function from a family's name to a small model of it."""
     folder = tmp_path_factory.mktemp("models")
     return lambda family: make_model(family, Path(folder))
+
+
+@pytest.fixture
+def lab(shared):
+    """The engine of a module's fixture `shared` with the documents learned, and nothing else in any cache.
+
+    It is proven to hold nothing afterwards.
+    """
+    shared.forget()
+    shared.learn(DOCUMENTS)
+    poison()
+    yield shared
+    shared.check()
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 from amount import mostly_long
-from lab import BLOCK, DOCUMENTS, PROMPT, agree, answer, facts, words
-from stepping import Steps, poison
+from lab import BLOCK, PROMPT, agree, answer, facts, words
+from stepping import Steps
 
 from lmc.blend.markers import Markers
 
@@ -20,16 +20,6 @@ def shared(request, models, shared_engine):
     lab = shared_engine(models(request.param))
     lab.setup.markers = Markers(separators=(), answers=(HEADER,))
     return lab
-
-
-@pytest.fixture
-def lab(shared):
-    """The engine with the documents learned, and nothing else in any cache; proven to hold nothing afterwards."""
-    shared.forget()
-    shared.learn(DOCUMENTS)
-    poison()
-    yield shared
-    shared.check()
 
 
 def later(tokens, said, seed=50):

@@ -29,16 +29,6 @@ def has_prefix_cache(lab):
         pytest.skip("this engine has no prefix cache")
 
 
-@pytest.fixture
-def lab(shared):
-    """The engine with the documents learned, and nothing else in any cache; proven to hold nothing afterwards."""
-    shared.forget()
-    shared.learn(DOCUMENTS)
-    poison()
-    yield shared
-    shared.check()
-
-
 def relearn(lab) -> None:
     lab.learn(DOCUMENTS)
     poison()

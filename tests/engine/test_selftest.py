@@ -95,7 +95,7 @@ def test_a_batch_of_full_size_is_run_and_leaves_nothing(lab, monkeypatch):
     run_full_batch(layers, 300)
     ((layer, rows, batch),) = asked
     assert (layer, len(rows.positions), batch.rows) == (0, 300, slice(0, 300))
-    slots = layers.slots([torch.tensor([1])] * layers.groups, torch.arange(layers.block_size))
+    slots = layers.slots([torch.tensor([1])] * layers.group_count, torch.arange(layers.block_size))
     assert not any(one.any() for one in layers.access[0].gather(slots[0]))
 
 

@@ -69,7 +69,9 @@ def test_without_its_state_a_prompt_is_answered_differently(lab, monkeypatch):
     """The control of all others."""
     wanted, moved = stored(lab, LONG), worker()._pages
     load = moved.load_all
-    monkeypatch.setattr(moved, "load_all", lambda layer, moves: None if moved.group[layer] == 0 else load(layer, moves))
+    monkeypatch.setattr(
+        moved, "load_all", lambda layer, moves: None if moved.group_of[layer] == 0 else load(layer, moves)
+    )
     assert not close(lab.ask(LONG), wanted)
 
 

@@ -19,15 +19,6 @@ def shared(models, shared_engine):
     return lab
 
 
-@pytest.fixture
-def lab(shared):
-    shared.forget()
-    shared.learn(DOCUMENTS)
-    poison()
-    yield shared
-    shared.check()
-
-
 def right(lab, out) -> bool:
     return agree(out, lab.wanted[len(out.prompt_token_ids)])
 

@@ -114,7 +114,7 @@ class FewLayers(NativeLayers):
         self.attentions = [LayerAttention(scale=DIM**-0.5, rotation=rotation)] * len(caches)
         self.shape = KVShape(layers=3, kv_heads=HEADS, head_dim=DIM, dtype=torch.float32)
         self.shapes, self._kinds, self.computes = [self.shape] * 3, [None] * 3, torch.float32
-        self.groups, self.group = 1, [0] * 3
+        self.group_count, self.group_of = 1, [0] * 3
         self._calls = OwnLayers(self._layers)
 
         def model(tokens: torch.Tensor, positions: torch.Tensor) -> None:
@@ -144,7 +144,7 @@ def outcome(kernels, ratio: int, *, ahead: bool = True, tables: int = 1, **canva
     """
     layers = layers_over(kernels, ratio)
     if tables == 2:  # The layer in the middle has a table of its own.
-        layers.groups, layers.group = 2, [0, 1, 0]
+        layers.group_count, layers.group_of = 2, [0, 1, 0]
     parts = torch.randn(3, 2, 2, 30, HEADS, DIM)  # [L, document, K, T, H, D]
     pieces = [
         Piece(kind=RecordKind.DOCUMENT, key=ChunkKey(b""), tokens=tokens, at=at, first=first, skip=skip, stored=30,

@@ -107,7 +107,7 @@ class Backfill:
             _, (request, salts) = self._waiting.popitem(last=False)
             one = self._blended(request, salts)
             count = self._known(one)
-            known = [self._pool.get_cached_block(block, self._all) for block in one.hashes[:count]]
+            known = [self._pool.get_cached_block(block, self._groups.all) for block in one.hashes[:count]]
             need = (len(one.hashes) - count) * self._groups.count
             taken = need + sum(block.ref_cnt == 0 for blocks in known for block in blocks)
             if need and taken + self._spare <= self._pool.get_num_free_blocks():
@@ -128,14 +128,9 @@ class Backfill:
             self._under_way.given_up = True
         self._waiting.clear()
 
-    @property
-    def _all(self) -> list[int]:
-        return list(range(self._groups.count))
-
     def _known(self, one: BlendedRequest) -> int:
         """Return how many leading blocks of a request are in vLLM's prefix cache in all groups."""
-        found = enumerate(one.hashes)
-        return next((n for n, block in found if not self._pool.get_cached_block(block, self._all)), len(one.hashes))
+        return self._groups.cached_in(self._groups.all, one.hashes)
 
     def _blended(self, request: Any, salts: Salts) -> BlendedRequest:
         """Return the full blocks of a request with their exact hashes."""

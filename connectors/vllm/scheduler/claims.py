@@ -29,7 +29,7 @@ class Claims:
     def look(self, state: RequestState, local: int = 0) -> Match:
         """Find the stored chunks of a request. Tiers that processes share are searched only the first time."""
         hashes, size = state.hashes, self._setup.block_size
-        if self._setup.states:  # The engine computes the last token again, and its state must be that before.
+        if self._setup.states:  # The engine computes the last token again, from the state before that token.
             hashes = hashes[: (state.request.num_tokens - 1) // size]
         chain = self._engine.block_chain(hashes, size)
         match = self._engine.look(self.usable(state, local), chain, state.elsewhere)
@@ -67,7 +67,7 @@ class Claims:
         plan = self._engine.plan(replace(match, local=local, refused=state.refused))
         state.unknown, state.skipped, state.memory_only = plan.unknown, plan.skipped, plan.match.memory_only
         state.refused, state.weighed = plan.match.refused, local
-        state.note = "; ".join(filter(None, (state.note, plan.note)))
+        state.add_note(plan.note)
         away = list(dict.fromkeys(piece.key for piece in plan.pieces if piece.place not in MEMORY))
         room = self._engine.store.slots // 2 - self._engine.store.held()
         self._pin(state, away[: max(0, room)])
@@ -93,7 +93,7 @@ class Claims:
             weighed = self._engine.without_slow_blend(plan)
             if weighed is not plan:
                 state.refused, state.skipped = weighed.match.refused, state.skipped + weighed.skipped
-                state.note = "; ".join(filter(None, (state.note, state.refused)))
+                state.add_note(state.refused)
                 plan, wanted = weighed, [piece.key for piece in weighed.pieces]
         state.unknown = plan.unknown
         self._release(state, state.pins.keys() - set(wanted))

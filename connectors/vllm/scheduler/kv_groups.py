@@ -48,6 +48,11 @@ class KVGroups:
         return len(self.windows)
 
     @property
+    def all(self) -> list[int]:
+        """The numbers of all groups."""
+        return list(range(self.count))
+
+    @property
     def windowed(self) -> bool:
         """Whether the engine keeps only some of a request's blocks in at least one group."""
         return any(self.windows)
@@ -68,10 +73,7 @@ class KVGroups:
 
     def cached(self, hashes: Sequence[bytes]) -> int:
         """Return after how many of these blocks the engine can continue from its own prefix cache."""
-        whole = [group for group, window in enumerate(self.windows) if not window]
-        found = len(hashes)
-        if whole:
-            found = next((n for n, one in enumerate(hashes) if not self.pool.get_cached_block(one, whole)), found)
+        found = self.cached_in([group for group, window in enumerate(self.windows) if not window], hashes)
         windowed = [group for group, window in enumerate(self.windows) if window]
         while windowed:
             shorter = min(self._cached_in_window(group, hashes[:found]) for group in windowed)
@@ -79,6 +81,11 @@ class KVGroups:
                 break
             found = shorter
         return found
+
+    def cached_in(self, groups: Sequence[int], hashes: Sequence[bytes]) -> int:
+        """Return how many of these blocks, from the first on, are in the engine's prefix cache in all of `groups`."""
+        absent = (n for n, one in enumerate(hashes) if groups and not self.pool.get_cached_block(one, groups))
+        return next(absent, len(hashes))
 
     def cached_block(self, group: int, block_hash: bytes) -> int:
         """Return the number of the block of a group that the engine has cached under a hash; the null block if none."""

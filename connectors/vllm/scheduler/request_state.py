@@ -124,6 +124,10 @@ class RequestState:
         self._stamped += [hashlib.sha256(self.stamp + block).digest() for block in new]
         return self._stamped
 
+    def add_note(self, text: str) -> None:
+        """Append a text to the note of the response; an empty text adds nothing."""
+        self.note = "; ".join(filter(None, (self.note, text)))
+
     @property
     def mode(self) -> str:
         """The mode in which the request was served, for operators and metrics."""

@@ -13,6 +13,7 @@ computed, as a partly full chunk.
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 from lmc.connectors.vllm.messages import NULL, LearnJob, SaveJob, Table
 from lmc.connectors.vllm.scheduler.idle import IdleJob
@@ -186,16 +187,19 @@ class SaveQueue:
 
     def _save(self, state: RequestState, tables: BlockTables, chunks: Mapping[int, int]) -> None:
         """Save exact chunks; `chunks` maps the index of each chunk to its number of tokens."""
+        tables, hashes = cache(tables), state.request.block_hashes
         places = [
             (chunk * self._chunk // self._block_size, tokens // self._block_size) for chunk, tokens in chunks.items()
         ]
         details = [self._events.details(state.request, *place) if self._events else None for place in places]
         labels = [one.label() if one else "" for one in details]
+        inner = [
+            tokens == self._chunk and self._lacks_state(tables, hashes, *place)
+            for tokens, place in zip(chunks.values(), places, strict=True)
+        ]
         new = [
-            NewChunk(
-                chunk, tokens, inner=tokens == self._chunk and self._lacks_state(state, tables, *place), details=label
-            )
-            for (chunk, tokens), place, label in zip(chunks.items(), places, labels, strict=True)
+            NewChunk(chunk, tokens, lacks_state, label)
+            for (chunk, tokens), lacks_state, label in zip(chunks.items(), inner, labels, strict=True)
         ]
         chain = self._engine.block_chain(state.hashes, self._block_size)
         slots = self._engine.begin_exact(chain, new, state.request.cache_salt or "")
@@ -203,7 +207,6 @@ class SaveQueue:
         for slot, (first, count), one, known in zip(slots, places, new, details, strict=True):
             if slot is None:
                 continue
-            hashes = state.request.block_hashes
             saved = [
                 (NULL,) * count
                 if one.inner and group in self._groups.states
@@ -219,12 +222,10 @@ class SaveQueue:
             saves = self._urgent if state.request.max_tokens == 1 else self._saves
             saves.append(SaveJob(job=job, slot=slot.slot, tables=tuple(saved)))
 
-    def _lacks_state(self, state: RequestState, tables: BlockTables, first: int, count: int) -> bool:
+    def _lacks_state(self, tables: BlockTables, hashes: Sequence[bytes], first: int, count: int) -> bool:
         """Return whether the engine no longer has the state after a chunk, or never had it."""
-        if not self._groups.states:
-            return False
-        numbers, hashes = tables(), state.request.block_hashes
-        return not all(self._in_chunk(group, numbers[group], hashes, first, count) for group in self._groups.states)
+        states = self._groups.states
+        return not all(self._in_chunk(group, tables()[group], hashes, first, count) for group in states)
 
     def _in_chunk(self, group: int, table: Sequence[int], hashes: Sequence[bytes], first: int, count: int) -> Table:
         """Return the `count` blocks of a chunk in a group; the null block replaces those that no later token sees.

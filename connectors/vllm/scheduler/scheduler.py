@@ -172,7 +172,7 @@ class Scheduler:
                     self._claims.release(state)
                     return None
                 state.refused = LACKS_BLOCKS
-                state.note = "; ".join(filter(None, (state.note, LACKS_BLOCKS)))
+                state.add_note(LACKS_BLOCKS)
                 plan = state.claim = self._claims.make(state, local)
         return plan
 
@@ -185,10 +185,14 @@ class Scheduler:
 
     def _may_wait(self, state: RequestState) -> bool:
         """Return whether a request can wait, for a limited time, for the blocks of requests that run."""
+        has_time = self._has_time_to_wait(state)
+        return has_time and any(other.scheduled or other.loading for other in self._states.values())
+
+    def _has_time_to_wait(self, state: RequestState) -> bool:
+        """Return whether a request may wait longer: `MAX_TURN_SECONDS` in all, from the first call on."""
         now = self._setup.clock()
         state.turn_since = now if state.turn_since is None else state.turn_since
-        runs = any(other.scheduled or other.loading for other in self._states.values())
-        return runs and now - state.turn_since < MAX_TURN_SECONDS
+        return now - state.turn_since < MAX_TURN_SECONDS
 
     def _waits_its_turn(self, state: RequestState, local: int) -> bool:
         """Return whether blends of earlier requests go first, as the prefill of these requests would without lmc.
@@ -199,9 +203,8 @@ class Scheduler:
         """
         if not self._blending and not self._waiting_blocks:
             return False
-        now, first = self._setup.clock(), set[str]()
-        state.turn_since = now if state.turn_since is None else state.turn_since
-        if state.is_long and now - state.turn_since < MAX_TURN_SECONDS:
+        first, has_time = set[str](), self._has_time_to_wait(state)
+        if state.is_long and has_time:
             first = {blend.id for blend in self._blending.values() if self._comes_before(blend.request, state.request)}
         blocks = self._groups.kept(state.request.num_tokens - local)
         lacks_blocks = self._waiting_blocks and self._waiting_blocks + blocks > self._pool.get_num_free_blocks()
@@ -432,7 +435,7 @@ class Scheduler:
             if state is None or state.borrowed is None:
                 continue
             borrowed, state.borrowed = state.borrowed, None
-            # Workers stop blending for a request that ends, without a failure.
+            # If the request has ended, workers have stopped its blend without reporting a failure.
             invalid = lost is None or request in lost or state.given_up or state.request.is_finished() or self.off
             exact = 0 if invalid else state.approximate or 0
             try:

@@ -138,13 +138,13 @@ class PagedCanvas:
 
     def paged(self, layer: int) -> Paged:
         """Return the pages of a layer, with this prompt's blocks."""
-        return self._layers.access[layer].pages._replace(table=self._kernel_tables[self._layers.group[layer]])
+        return self._layers.access[layer].pages._replace(table=self._kernel_tables[self._layers.group_of[layer]])
 
     def context(self, layer: int, stop: int, absent: torch.Tensor) -> KV | Paged:
         """Return the pages, or copies `[H, stop, D]` of whole pages in which the `absent` tokens are zero."""
         if self.kernels.in_pages:
             return self.paged(layer)
-        table = self._tables[self._layers.group[layer]]
+        table = self._tables[self._layers.group_of[layer]]
         blocks = self._layers.kernel_blocks(table[: -(-stop // self._layers.block_size)])
         keys, values = self._layers.access[layer].tokens_of(blocks, stop)
         for half in (keys, values):

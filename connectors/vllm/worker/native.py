@@ -87,8 +87,8 @@ class NativeLayers:
         if extras := list(filter(None, map(_unsupported, self.attention))):
             raise UnsupportedModel(f"its attention has {extras[0]}, which lmc's attention does not support")
         self.block_size: int = groups[0].kv_cache_spec.block_size
-        group_of = groups_of(kv_cache_config)
-        self.groups, self.group = len(groups), [group_of[one.layer_name] for one in self.attention]
+        numbers = groups_of(kv_cache_config)
+        self.group_count, self.group_of = len(groups), [numbers[one.layer_name] for one in self.attention]
         self.device = next(iter(caches.values())).device
         ratios = {caches[one.layer_name].shape[0] // kv_cache_config.num_blocks for one in self.attention}
         if len(ratios) > 1:
@@ -106,7 +106,7 @@ class NativeLayers:
         # Layers have the same metadata if they have the same backend and block table, and KV of the same shape.
         self._kinds = [
             (one.attn_backend, specs[one.layer_name], group)
-            for one, group in zip(self.attention, self.group, strict=True)
+            for one, group in zip(self.attention, self.group_of, strict=True)
         ]
         with vllm_api.set_current_vllm_config(own):
             self._builders = {kind: self._builder(kind, own) for kind in set(self._kinds)}
@@ -137,7 +137,7 @@ class NativeLayers:
     def slots(self, tables: Sequence[torch.Tensor], positions: torch.Tensor) -> list[torch.Tensor]:
         """Return the slot numbers of `positions [T]` in a request with these block tables, by layer."""
         by_group = [self._slots_in(table, positions) for table in tables]
-        return [by_group[group] for group in self.group]
+        return [by_group[group] for group in self.group_of]
 
     def _slots_in(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         slots: torch.Tensor = table[positions // self.block_size] * self.block_size + positions % self.block_size
@@ -204,7 +204,7 @@ class NativeLayers:
 
     def run_model(self, rows: PagedRows, batch: RowBatch) -> None:
         """Run the rows of a batch through the model as the engine does."""
-        groups = zip(self.attention, self.group, strict=True)
+        groups = zip(self.attention, self.group_of, strict=True)
         slots = {one.layer_name: batch.common[group].slot_mapping for one, group in groups}
         built = {kind: self._metadata(batch, kind) for kind in self._builders}
         metadata = {one.layer_name: built[kind] for one, kind in zip(self.attention, self._kinds, strict=True)}
@@ -237,7 +237,7 @@ class NativeLayers:
                     rotation = _rotation_of(rope, self.longest)
                     made[rope] = next((other for other in made.values() if other.same_as(rotation)), rotation)
         token, called = torch.zeros(1, dtype=torch.long, device=self.device), list[Any]()
-        rows = self.begin(token, token, [token + 1] * self.groups, 1)  # one token in block 1, which is unused
+        rows = self.begin(token, token, [token + 1] * self.group_count, 1)  # one token in block 1, which is unused
         handles = [rope.register_forward_pre_hook(lambda rope, _: called.append(rope)) for rope in made]
         try:
             with torch.inference_mode():
@@ -257,7 +257,7 @@ class NativeLayers:
 
         Token 0 may be padding, whose hidden state may be zero.
         """
-        tables, access = [torch.ones_like(positions)] * self.groups, self.access[layer]
+        tables, access = [torch.ones_like(positions)] * self.group_count, self.access[layer]
         rows = self.begin(torch.ones(self.block_size, dtype=torch.long, device=self.device), positions, tables, 8)
         for batch in rows.batches:
             self.run(layer, rows, batch, only_writes)
@@ -352,7 +352,7 @@ class NativeLayers:
         `engine` computes the engine's own attention into `output`, with metadata of the batch. Raises `EndOfLayer` if
         the attention ends the layer.
         """
-        common, (query, keys, values) = batch.common[self.group[layer]], rows
+        common, (query, keys, values) = batch.common[self.group_of[layer]], rows
 
         def write() -> None:
             self.access[layer].scatter(common.slot_mapping, keys, values)

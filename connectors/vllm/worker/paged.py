@@ -61,7 +61,7 @@ class Pages:
         apart = list(named.values())
         if len(set(of_layer.values())) > 1:
             apart.sort(key=lambda one: _numbers_in(one[0]))  # The engine lists them group by group.
-        self.group = [of_layer[name] for name, _ in apart]
+        self.group_of = [of_layer[name] for name, _ in apart]
         views = [(_page_major(cache, blocks), _order(cache)) for _, cache in apart]
         self._views = [view for view, _ in views]
         layouts = [f"{tuple(view.shape[1:])}{view.dtype}{order}" for view, order in views]

@@ -115,11 +115,11 @@ def _bytes_of(layers: NativeLayers, rows: int) -> int:
         if cuda:
             torch.cuda.reset_peak_memory_stats(layers.device)
         with torch.inference_mode():
-            batches = layers.begin(torch.zeros_like(positions), scattered, [table] * layers.groups, rows)
+            batches = layers.begin(torch.zeros_like(positions), scattered, [table] * layers.group_count, rows)
             for batch in batches.batches:
                 layers.run(0, batches, batch)
     finally:
-        _clear(layers, [(1,)] * layers.groups)
+        _clear(layers, [(1,)] * layers.group_count)
     return torch.cuda.max_memory_allocated(layers.device) - before if cuda else 0
 
 
@@ -131,7 +131,7 @@ class _Exam:
     ) -> None:
         self._layers, self.tokens, self._stream = layers, tokens, stream
         count = -(-len(tokens) // layers.block_size)
-        firsts = range(1, 1 + layers.groups * count, count)  # Block 0 is the null block.
+        firsts = range(1, 1 + layers.group_count * count, count)  # Block 0 is the null block.
         self.tables = tuple(tuple(range(first, first + count)) for first in firsts)
         self._blocks = [torch.tensor(table, device=layers.device) for table in self.tables]
         self._rows = min(len(tokens), rows)

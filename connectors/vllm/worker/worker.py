@@ -393,7 +393,7 @@ class Worker:
             by_group[copy.group].append(copy)
 
         def load(layer: int) -> None:
-            copies = by_group[self._pages.group[layer]]
+            copies = by_group[self._pages.group_of[layer]]
             self._pages.load_all(layer, [Move(one.blocks, self._part(one.slot, layer), one.first) for one in copies])
 
         most = max((len(_blocks(copies)) for copies in by_group.values()), default=0)
@@ -454,7 +454,7 @@ class Worker:
         return torch.tensor(job.tokens, device=self._device), tables
 
     def _save(self, job: SaveJob) -> None:
-        for layer, group in enumerate(self._pages.group):
+        for layer, group in enumerate(self._pages.group_of):
             table, part = job.tables[group], self._part(job.slot, layer)
             unseen = passed_blocks(table)
             part[: unseen * self._pages.page_bytes[layer]].zero_()  # It would otherwise have bytes of another chunk.
