@@ -105,7 +105,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             raise ConfigError("lmc does not support context parallelism: start vLLM without it, or without lmc")
         self._objection = objection(vllm_config.model_config, kv_cache_config)
         self._windows = () if self._objection else windows_of(kv_cache_config)
-        self._states = states_of(kv_cache_config)
+        self._states = frozenset() if self._objection else states_of(kv_cache_config)
 
         self._stop_admin: Callable[[], None] | None = None
         self._publisher: DocumentPublisher | None = None
