@@ -30,6 +30,7 @@ from lmc.blend.layer_attention import score_weights
 from lmc.blend.segments import Placement
 from lmc.blend.shift import Shift, shifts_of
 from lmc.blend.strategies import CHECK_LAYER, NEEDS_QUESTION, STRATEGIES, Evidence, RecomputePolicy, budget
+from lmc.copies import sent
 
 SCORING_ROWS = 64  # last tokens of the question that score the documents; more rows cost time and change little
 # Last tokens of the question that run in the first pass, so that the scoring tokens attend to them. The tokens before
@@ -73,7 +74,7 @@ class BlendResult:
 
 
 class _Probe(NamedTuple):
-    """A batch of the first pass, and the keys to which it attends."""
+    """A batch of the first pass, and the keys to which it attends. Its tensors are on the device."""
 
     batch: slice
     positions: torch.Tensor  # [T]
@@ -88,15 +89,15 @@ class Blender(Generic[R]):
     def __init__(self, canvas: Canvas[R], blend_input: BlendInput, policy: RecomputePolicy) -> None:
         self._canvas, self._given, self._policy = canvas, blend_input, policy
         loose = [placement for placement in blend_input.placements if not placement.exact]
-        self._offset, self._reused = positions_of(loose, canvas.device)
-        self._present = torch.zeros(blend_input.length, dtype=torch.bool, device=canvas.device)
+        self._offset, self._reused = positions_of(loose)
+        self._present = torch.zeros(blend_input.length, dtype=torch.bool)
         self._present[: blend_input.start] = True
-        self._present[positions_of(blend_input.placements, canvas.device)[1]] = True
+        self._present[positions_of(blend_input.placements)[1]] = True
         self._is_reused = torch.zeros_like(self._present)
         self._is_reused[self._reused] = True
         self._fresh = (~self._present).nonzero().flatten()
         self._placed = 0  # number of layers whose stored parts have been placed
-        self._weights = torch.tensor(score_weights(canvas.attentions), device=canvas.device)[:, None]  # [L, 1]
+        self._weights = sent(torch.tensor(score_weights(canvas.attentions))[:, None], canvas.device)  # [L, 1]
         reused, fresh, depth = self._reused, len(self._fresh), canvas.depth
         repaired = [reused[:0]] * depth
         self.result = BlendResult(reused=len(reused), fresh=fresh, computed=[0] * depth, repaired=repaired)
@@ -110,8 +111,8 @@ class Blender(Generic[R]):
             paid = torch.zeros(self._canvas.depth, self._given.length, device=self._canvas.device)
             yield from self._ask(paid)
             joined = self._canvas.largest if NEEDS_QUESTION[strategy] == "max" else self._canvas.summed
-            scores = (self._weights * joined(paid[:, self._reused])).sum(0)
-            chosen = self._choose(Evidence(offset=self._offset, attention=scores))
+            scores = self._on_host((self._weights * joined(paid)).sum(0))
+            chosen = self._choose(Evidence(offset=self._offset, attention=scores[self._reused]))
             # The first pass has finished the fresh tokens before all reused tokens.
             yield from self._pass(_merged(fresh[fresh > self._reused[0]], chosen))
         elif strategy == "deviation":
@@ -191,13 +192,15 @@ class Blender(Generic[R]):
 
     def _probes(self, positions: torch.Tensor, question: int, batches: Sequence[slice]) -> list["_Probe"]:
         """Return the keys that each batch of the first pass sees. The question begins at row `question`."""
-        present = self._present.clone()
+        present, device = self._present.clone(), self._canvas.device
         present[positions] = True
-        absent, rows = (~present).nonzero().flatten(), positions.tolist()
-        scoring = max(question, len(rows) - SCORING_ROWS)
+        absent, scoring = (~present).nonzero().flatten(), max(question, len(positions) - SCORING_ROWS)
+        stops = [int(positions[batch.stop - 1]) + 1 for batch in batches]
+        counts = torch.searchsorted(absent, torch.tensor(stops)).tolist()
+        at, seen, hidden = (sent(one, device) for one in (positions, present, absent))
         return [
-            _Probe(batch, positions[batch], max(scoring - batch.start, 0), absent[absent < stop], present[:stop])
-            for batch, stop in ((batch, rows[batch.stop - 1] + 1) for batch in batches)
+            _Probe(batch, at[batch], max(scoring - batch.start, 0), hidden[:count], seen[:stop])
+            for batch, stop, count in zip(batches, stops, counts, strict=True)
         ]
 
     def _scoring(self, layer: int, probe: "_Probe", paid: torch.Tensor) -> Attention:
@@ -234,6 +237,10 @@ class Blender(Generic[R]):
 
     # -- evidence and choice -----------------------------------------------------------------------------------------
 
+    def _on_host(self, evidence: torch.Tensor) -> torch.Tensor:
+        """Return a copy of evidence on the host. Here, and nowhere else, a blend waits for the GPU."""
+        return evidence.cpu()
+
     def _choose(self, evidence: Evidence) -> torch.Tensor:
         """Return the positions of the reused tokens to recompute."""
         count = budget(len(self._reused), self._policy.ratio)
@@ -248,7 +255,7 @@ class Blender(Generic[R]):
             self._canvas.run(layer, rows, batch, only_writes)
             yield self._slice_of(layer, batch)
         deviation = self._canvas.summed(self._canvas.kernels.deviation(self._canvas, layer, slots, stored))
-        chosen = self._choose(Evidence(offset=self._offset, deviation=deviation))
+        chosen = self._choose(Evidence(offset=self._offset, deviation=self._on_host(deviation)))
         goes_on = ~self._is_reused[rows.positions]
         goes_on[torch.searchsorted(rows.positions, chosen)] = True
         return self._canvas.keep(rows, goes_on.nonzero().flatten())

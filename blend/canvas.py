@@ -14,6 +14,7 @@ import torch
 from lmc.blend.kernels.operations import Kernels
 from lmc.blend.layer_attention import LayerAttention
 from lmc.blend.segments import Placement
+from lmc.copies import sent
 
 KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer
 
@@ -66,10 +67,10 @@ def only_writes(query: torch.Tensor, write: Callable[[], None], own: Own) -> Non
     write()
 
 
-def positions_of(placements: Sequence[Placement], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def positions_of(placements: Sequence[Placement]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the positions `[T]` at which the tokens of placements were computed, and those at which they are used."""
-    none = torch.empty(0, dtype=torch.long, device=device)
-    old = [torch.arange(placement.first, placement.first + placement.tokens, device=device) for placement in placements]
+    none = torch.empty(0, dtype=torch.long)
+    old = [torch.arange(placement.first, placement.first + placement.tokens) for placement in placements]
     new = [positions + (placement.at - placement.first) for placement, positions in zip(placements, old, strict=True)]
     return torch.cat([none, *old]), torch.cat([none, *new])
 
@@ -77,7 +78,7 @@ def positions_of(placements: Sequence[Placement], device: torch.device) -> tuple
 class Rows(Protocol):
     """Tokens that go through the layers: their positions, and their hidden states in the canvas's own form."""
 
-    positions: torch.Tensor  # [T], ascending
+    positions: torch.Tensor  # [T], ascending, on the host
 
 
 R = TypeVar("R", bound=Rows)
@@ -85,6 +86,9 @@ R = TypeVar("R", bound=Rows)
 
 class Canvas(Protocol[R]):
     """The keys and values of one prompt in every layer, and the model's layers to compute more of them.
+
+    Positions and indices of rows are on the host, so that a blend can plan its work without waiting for a GPU. All that
+    the layers read is on the device: slots, rotations, keys and values.
 
     The inherited defaults are for an engine with one rank that loads parts when they are placed.
     """
@@ -136,8 +140,8 @@ class Canvas(Protocol[R]):
             self.run(layer, rows, batch, attention_of(layer))
 
     def slots(self, positions: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the slots `[T]` of the keys and values at `positions [T]`, by layer."""
-        return [positions] * self.depth
+        """Return the slots `[T]` of the keys and values at `positions [T]`, by layer, on the device."""
+        return [sent(positions, self.device)] * self.depth
 
     def read(self, layer: int, slots: torch.Tensor) -> KV:
         """Return copies of the keys and values `[T, H, D]` at `slots [T]`."""

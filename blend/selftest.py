@@ -128,7 +128,7 @@ def _attend_long(canvas: Canvas[R], layer: int) -> None:
             kernels.attend(*inputs(count, LONG))
             kernels.attend(*inputs(count, LONG), torch.ones(LONG, dtype=torch.bool, device=device))
 
-    rows = canvas.begin(torch.arange(1, device=canvas.device))
+    rows = canvas.begin(torch.arange(1))
     canvas.run(layer, rows, canvas.batches(rows)[0], attention)
 
 
@@ -149,12 +149,12 @@ def _largest(actual: Iterable[KV], expected: Iterable[KV]) -> float:
 def _recomputed(canvas: Canvas[R], exact: Sequence[KV], *, through: bool = False) -> float:
     """Fill the canvas with the model's KV, overwrite scattered rows, recompute only these, and compare all rows."""
     length = len(exact[0][0])
-    everything = canvas.slots(torch.arange(length, device=canvas.device))
+    everything = canvas.slots(torch.arange(length))
     # Runs of one, two and three positions with gaps between them, and the last position. In a long prompt, they are
     # near its beginning and its end, so that windows hide the first ones from the last ones.
     ends = [at for at in range(length) if at < PROMPT_TOKENS // 2 or at >= length - PROMPT_TOKENS]
     positions = [at for at in ends if at % 11 in (1, 4, 5, 7, 8, 9) or at == length - 1]
-    scattered = torch.tensor(positions, device=canvas.device)
+    scattered = torch.tensor(positions)
     overwritten = canvas.slots(scattered)
     for layer, (keys, values) in enumerate(exact):
         canvas.write(layer, everything[layer], keys, values)
@@ -172,7 +172,7 @@ def _rotated(moved: Canvas[R], exact: Sequence[KV]) -> float:
     """Compare the keys of a moved document in layer 0, where they depend only on token and position."""
     moved.place(0)
     length = len(exact[0][0])
-    document = torch.arange(length - DOCUMENT_TOKENS, length, device=moved.device)
+    document = torch.arange(length - DOCUMENT_TOKENS, length)
     return difference(moved.read(0, moved.slots(document)[0])[0], exact[0][0][document])
 
 

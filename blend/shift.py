@@ -18,6 +18,7 @@ import torch
 from lmc.blend.canvas import KV, Attention, Canvas, Own
 from lmc.blend.kernels.shift import MOST_EXAMPLES, Spans
 from lmc.blend.layer_attention import turns_of
+from lmc.copies import sent
 
 SINKS = 2  # Tokens computed at this many first positions are attention sinks, which change differently.
 
@@ -29,21 +30,22 @@ class Shift:
         """Prepare the shift of the documents with tokens among `repaired`.
 
         `document [N]` has the document number of each approximate token, in ascending order, and -1 for other tokens.
-        `repaired [T]` are the ascending positions of recomputed tokens.
+        `repaired [T]` are the ascending positions of recomputed tokens. Both are on the host.
         """
         self._canvas, repaired = canvas, repaired[document[repaired] >= 0]
         numbers, counts = torch.unique_consecutive(document[repaired], return_counts=True)
         chosen = [group[:: -(-len(group) // MOST_EXAMPLES)] for group in repaired.split(counts.tolist())]
         is_other = torch.isin(document, numbers).index_fill_(0, repaired, False)
         others, examples = is_other.nonzero().flatten(), torch.cat([repaired[:0], *chosen])
-        tokens = [int((document[others] == number).sum()) for number in numbers]
+        tokens = torch.bincount(document[others], minlength=int(document.max()) + 1)[numbers].tolist()
         self._spans = Spans.of(tokens, [len(group) for group in chosen], canvas.device)
         self._examples, self._others = canvas.slots(examples), canvas.slots(others)
         self._weights: torch.Tensor | None = None  # [T, MOST_EXAMPLES], computed in the first layer
         # By layer, the rotations of keys to position 0, and from there to their positions.
-        self._examples_back = turns_of(canvas.attentions, examples, torch.zeros_like(examples))
-        self._others_back = turns_of(canvas.attentions, others, torch.zeros_like(others))
-        self._others_forth = turns_of(canvas.attentions, torch.zeros_like(others), others)
+        from_here, to_there = sent(examples, canvas.device), sent(others, canvas.device)
+        self._examples_back = turns_of(canvas.attentions, from_here, torch.zeros_like(from_here))
+        self._others_back = turns_of(canvas.attentions, to_there, torch.zeros_like(to_there))
+        self._others_forth = turns_of(canvas.attentions, torch.zeros_like(to_there), to_there)
         # The cost in one layer, as the number of rows that take as long to compute.
         self.cost = canvas.context_cost(len(others))
 

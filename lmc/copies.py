@@ -98,6 +98,11 @@ def _stream_beside(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy numbers from the host to a device. They are page-locked first, so that the host does not wait for a GPU."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
+
+
 def can_submit(memory: torch.Tensor) -> bool:
     """Return whether a GPU can read and write this memory directly."""
     return memory.is_cuda or memory.is_pinned()

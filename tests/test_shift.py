@@ -64,7 +64,7 @@ def repair(canvas: Tensors, positions: list[int], seed: int) -> None:
 
 
 def found_shifts(canvas: Tensors, pieces: list[Placement], batches: list[list[int]]) -> Iterator[Shift]:
-    old, new = positions_of(pieces, canvas.device)
+    old, new = positions_of(pieces)
     return shifts_of(canvas, old, new, [torch.tensor(rows, dtype=torch.long) for rows in batches])
 
 

@@ -10,6 +10,7 @@ from torch.nn.functional import normalize
 
 from lmc.blend.canvas import KV, Canvas, R
 from lmc.blend.rope import Turn, rotate
+from lmc.copies import sent
 
 MOST_EXAMPLES = 64  # maximum number of examples of a document; more do not predict better
 # The similarity of two tokens is the cosine of their keys, less the document's mean key, plus this constant. With the
@@ -39,8 +40,8 @@ class Spans(NamedTuple):
             documents.append((token, count, example, known, number))
             tiles += [(token + at, min(TILE, count - at), example, known, number) for at in range(0, count, TILE)]
             token, example = token + count, example + known
-        rows = (torch.tensor(one, dtype=torch.int32, device=device).view(-1, 5) for one in (documents, tiles))
-        return cls(tokens, examples, *rows)
+        rows = (torch.tensor(one, dtype=torch.int32).view(-1, 5) for one in (documents, tiles))
+        return cls(tokens, examples, *(sent(one, device) for one in rows))
 
 
 def rotated(keys: torch.Tensor, turn: Turn) -> torch.Tensor:

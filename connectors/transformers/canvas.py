@@ -13,6 +13,7 @@ from lmc.blend.measured_rope import Angles
 from lmc.blend.segments import Placement
 from lmc.blend.staging import Staging
 from lmc.connectors.transformers.layers import DecoderLayers
+from lmc.copies import sent
 
 # For each layer in order: its number, and stored keys and values [T, H, D] for each placement.
 Reader = Iterator[tuple[int, Sequence[KV]]]
@@ -22,7 +23,8 @@ Reader = Iterator[tuple[int, Sequence[KV]]]
 class DenseRows:
     """Tokens between two layers of the model."""
 
-    positions: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T], on the host
+    at: torch.Tensor  # [T], the same on the device
     hidden: torch.Tensor  # [T, E]
     angles: dict[str, Angles]  # cos and sin of the positions, by kind of layer
 
@@ -37,11 +39,11 @@ class DenseCanvas(Canvas[DenseRows]):
         self.depth, self.device = layers.shape.layers, layers.device
         self.kernels, self.dtype = kernels_of(self.device), layers.shape.dtype
         self._layers, self._reader = layers, reader
-        self._tokens = torch.tensor(tokens, device=self.device)
+        self._tokens = torch.tensor(tokens)
         # In its stored form, a document may end at a later position than the prompt.
         ends = [placement.first + placement.tokens for placement in placements]
         self._angles = layers.angles(max([len(tokens), *ends]))
-        old, self._stored = positions_of(placements, self.device)
+        old, self._stored = (sent(positions, self.device) for positions in positions_of(placements))
         self.attentions: Sequence[LayerAttention] = layers.attentions(self._angles)
         self._turns = turns_of(self.attentions, old, self._stored)
         shape, empty = layers.shape, partial(torch.empty, dtype=layers.shape.dtype, device=self.device)
@@ -72,14 +74,16 @@ class DenseCanvas(Canvas[DenseRows]):
 
     def begin(self, positions: torch.Tensor, *, through: bool = False) -> DenseRows:
         """Return the embedded tokens at `positions`."""
-        return DenseRows(positions, self._layers.embed(self._tokens[positions]), self._at(positions))
+        at, tokens = (sent(one, self.device) for one in (positions, self._tokens[positions]))
+        return DenseRows(positions, at, self._layers.embed(tokens), self._angles_at(at))
 
     def keep(self, rows: DenseRows, kept: torch.Tensor) -> DenseRows:
         """Return the `kept` rows. Their projections are computed again when they run."""
-        positions = rows.positions[kept]
-        return DenseRows(positions, rows.hidden[kept], self._at(positions))
+        positions, kept = rows.positions[kept], sent(kept, self.device)
+        at = rows.at[kept]
+        return DenseRows(positions, at, rows.hidden[kept], self._angles_at(at))
 
-    def _at(self, positions: torch.Tensor) -> dict[str, Angles]:
+    def _angles_at(self, positions: torch.Tensor) -> dict[str, Angles]:
         return {kind: angles.at(positions) for kind, angles in self._angles.items()}
 
     def batches(self, rows: DenseRows) -> list[slice]:
@@ -96,25 +100,25 @@ class DenseCanvas(Canvas[DenseRows]):
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: object) -> torch.Tensor | None:
             def write() -> None:
-                self.write(layer, rows.positions, key, value)
+                self.write(layer, rows.at, key, value)
 
             def own() -> torch.Tensor | None:
                 nonlocal finishes
                 finishes = last
-                return None if last else kernels.attend(query, self.kv[layer], rows.positions, own_attention)
+                return None if last else kernels.attend(query, self.kv[layer], rows.at, own_attention)
 
             return (attention or writes_and_attends)(query, write, own)
 
         def attend_last(query: torch.Tensor, *_: object) -> torch.Tensor:
-            return kernels.attend(query, self.kv[layer], rows.positions[-1:], own_attention)
+            return kernels.attend(query, self.kv[layer], rows.at[-1:], own_attention)
 
         angles = rows.angles[self._layers.kinds[layer]]
-        hidden = self._layers.run(layer, rows.hidden, rows.positions, angles, attend)
+        hidden = self._layers.run(layer, rows.hidden, rows.at, angles, attend)
         if hidden is not None:
             rows.hidden = hidden
         elif finishes:  # All keys and values are in place, so that the last row alone can be finished.
             end = slice(-1, None)
-            hidden = self._layers.run(layer, rows.hidden[end], rows.positions[end], angles.at(end), attend_last)
+            hidden = self._layers.run(layer, rows.hidden[end], rows.at[end], angles.at(end), attend_last)
             assert hidden is not None
             self.logits = self._layers.logits(hidden[-1])
         if self._staging is not None and layer + 1 == self._placed < self.depth:

@@ -76,8 +76,8 @@ FIELDS: Mapping[str, str] = {
     "_histogram_cls __init__(4) observe(2)",
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics.KVConnectorStats": "aggregate(1) data is_empty() reduce() "
     "reset()",
-    "vllm.distributed.parallel_state.GroupCoordinator": "all_reduce(1) broadcast(1,src) cpu_group device_group "
-    "rank_in_group world_size",
+    "vllm.distributed.parallel_state.GroupCoordinator": "all_reduce(1) cpu_group device_group rank_in_group "
+    "world_size",
     "vllm.lora.request.LoRARequest": "load_inplace lora_int_id lora_path",
     "vllm.model_executor.layers.attention.Attention": "attn_backend head_size impl kv_cache_dtype layer_name "
     "sliding_window",

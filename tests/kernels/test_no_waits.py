@@ -1,13 +1,13 @@
-"""The layer loop of a blend reads no value from a tensor, for which it would wait on a GPU.
+"""A blend waits once for a GPU: for the scores of its first pass.
 
-Rows are chosen with values. Then the layers run on torch's meta device, where tensors have shapes but no values, so
-that reading one fails. Kernels in Triton do nothing; their outputs are allocated before they are launched.
+The canvas is on torch's meta device, where tensors have shapes but no values, so that reading one fails. Kernels in
+Triton do nothing; their outputs are allocated before they are launched.
 """
 
 import pytest
 import torch
 from models import random_model, random_tokens
-from watching import READS, MetaBlender, forget, kernels_without_values
+from watching import READS, SENDS, MetaBlender, NoWaits, Waited, kernels_without_values
 
 from lmc.blend.blender import BlendInput
 from lmc.blend.segments import Placement
@@ -20,37 +20,38 @@ LENGTH = AT[-1] + SIZE + 8
 
 
 class MetaCanvas(DenseCanvas):
-    """A canvas on the meta device. Its rows are described with values, and lose them when they run."""
+    """A canvas on the meta device."""
 
     def __init__(self, placements, planted) -> None:
         model, (heads, dim) = random_model(layers=LAYERS), (2, 16)
+        layers = DecoderLayers(model)
+        layers.device = model.to("meta").device
         reader = iter([(layer, [*torch.randn(len(AT), 2, SIZE, heads, dim)]) for layer in range(LAYERS)])
-        super().__init__(DecoderLayers(model), random_tokens(LENGTH, 0), placements, reader)
+        super().__init__(layers, random_tokens(LENGTH, 0), placements, reader)
         self._planted = planted
-        model.to("meta")
-        forget(self)
 
     def run(self, layer, rows, batch, attention=None):
-        forget(rows)
         super().run(layer, rows, batch, attention)
         self._planted(self.kv[layer][0])
 
 
-def blended(monkeypatch, strategy: str, planted=lambda keys: None) -> tuple[set[int], torch.Tensor]:
-    """Blend on the meta device with something planted behind each layer; return the layers that ran, and logits."""
+def blended(monkeypatch, strategy: str, planted=lambda keys: None) -> tuple[set[int], int, torch.Tensor]:
+    """Blend with something planted after each layer; return the layers that ran, the number of waits, and logits."""
     kernels_without_values(monkeypatch)
     placements = [Placement(at=at, tokens=SIZE, first=0) for at in AT]
-    canvas = MetaCanvas(placements, planted)
     given = BlendInput(length=LENGTH, stop=LENGTH, question=LENGTH - 6, placements=placements)
     policy = RecomputePolicy(strategy=strategy, ratio=0.3, correction="shift")
-    with torch.inference_mode():
-        return {done.layer for done in MetaBlender(canvas, given, policy).slices()}, canvas.logits
+    canvas = MetaCanvas(placements, planted)
+    with torch.inference_mode(), NoWaits():
+        blender = MetaBlender(canvas, given, policy)
+        return {done.layer for done in blender.slices()}, blender.waits, canvas.logits
 
 
-@pytest.mark.parametrize("strategy", ["union", "query", "head"])
-def test_no_value_is_read_in_the_layers(monkeypatch, strategy):
-    layers, logits = blended(monkeypatch, strategy)
+@pytest.mark.parametrize(("strategy", "waits"), [("union", 1), ("query", 1), ("deviation", 1), ("head", 0)])
+def test_a_blend_waits_for_scores_and_for_nothing_else(monkeypatch, strategy, waits):
+    layers, waited, logits = blended(monkeypatch, strategy)
     assert layers == set(range(LAYERS))
+    assert waited == waits
     assert logits.is_meta
 
 
@@ -58,3 +59,9 @@ def test_no_value_is_read_in_the_layers(monkeypatch, strategy):
 def test_a_value_that_is_read_behind_a_layer_is_found(monkeypatch, wait):
     with pytest.raises((NotImplementedError, RuntimeError), match=r"[Mm]eta"):
         blended(monkeypatch, "union", READS[wait])
+
+
+@pytest.mark.parametrize("send", SENDS)
+def test_numbers_that_are_sent_and_waited_for_are_found(monkeypatch, send):
+    with pytest.raises(Waited):
+        blended(monkeypatch, "union", SENDS[send])

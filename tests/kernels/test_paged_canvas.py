@@ -1,6 +1,6 @@
 """The paged canvas over pages as vLLM's GPU backends have them, with the kernels in Triton and with those in torch."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from pages import pages_of
 from test_staging import Machine, Stream, Task
-from watching import READS, MetaBlender, Watch, forget, kernels_without_values, watch_kernels, watched
+from watching import READS, MetaBlender, NoWaits, kernels_without_values, watch_kernels, watched
 
 pytest.importorskip("vllm")
 
@@ -107,9 +107,9 @@ class FewLayers(NativeLayers):
         self.access = [
             TokenAccess(one, cache, kernels, torch.float32) for one, cache in zip(self.attention, caches, strict=True)
         ]
-        self.kernels, self.device = self.access[0].kernels, torch.device("cpu")
+        self.kernels, self.device = self.access[0].kernels, caches[0].device
         self.block_size, self._ratio, self.most_runs = BLOCK * ratio, ratio, 1 << 30
-        angles = torch.arange(2 * length)[:, None] * 0.8 ** torch.arange(DIM // 2)
+        angles = (torch.arange(2 * length)[:, None] * 0.8 ** torch.arange(DIM // 2)).to(self.device)
         rotation = Rotation(angles.cos(), angles.sin())
         self.attentions = [LayerAttention(scale=DIM**-0.5, rotation=rotation)] * len(caches)
         self.shape = KVShape(layers=3, kv_heads=HEADS, head_dim=DIM, dtype=torch.float32)
@@ -286,58 +286,41 @@ def blend_of(
 
 
 class MetaCanvas(PagedCanvas):
-    """Its layers are on the meta device. Rows are described with values, and lose them when they run."""
+    """A canvas on the meta device, in which something is planted after each layer."""
 
     planted = staticmethod(lambda keys: None)
 
-    def place(self, layer):
-        with self._hidden():
-            return super().place(layer)
-
     def run(self, layer, rows, batch, attention=None):
-        with self._hidden(rows):
-            super().run(layer, rows, batch, attention)
-            self.planted(self.paged(layer).keys[0])
+        super().run(layer, rows, batch, attention)
+        self.planted(self.paged(layer).keys[0])
 
     def run_through(self, rows, batch, attention_of):
-        with self._hidden(rows):
-            super().run_through(rows, batch, attention_of)
-            self.planted(self.paged(0).keys[0])
-
-    @contextmanager
-    def _hidden(self, rows=None):
-        """The next rows are described with the values of the tokens and blocks."""
-        described = {name: one for name, one in vars(self).items() if name in ("_tokens", "_tables", "_kernel_tables")}
-        forget(self)
-        if rows is not None:
-            for batch in rows.batches:
-                for common in batch.common:
-                    forget(common)
-            forget(rows)
-        yield
-        vars(self).update(described)
+        super().run_through(rows, batch, attention_of)
+        self.planted(self.paged(0).keys[0])
 
 
-def blended_without_values(monkeypatch, policy, *, through: bool) -> set[int]:
-    """Blend on the meta device, and return the layers that ran."""
+def blended_without_values(monkeypatch, policy, *, through: bool) -> tuple[set[int], int]:
+    """Blend on the meta device, and return the layers that ran, and the number of waits."""
     kernels_without_values(monkeypatch)
     monkeypatch.setattr(
         "lmc.connectors.vllm.worker.tensor_parallel.get_tp_group", lambda: SimpleNamespace(world_size=1)
     )
     layers = layers_over(kernels_of(torch.device("cpu")), 1, length_of(3), without_values=True)
-    canvas, given, policy = blend_of(MetaCanvas, layers, 3, policy, through=through)
-    with torch.inference_mode():
-        return {done.layer for done in MetaBlender(canvas, given, policy).slices()}
+    with torch.inference_mode(), NoWaits():
+        canvas, given, policy = blend_of(MetaCanvas, layers, 3, policy, through=through)
+        blender = MetaBlender(canvas, given, policy)
+        return {done.layer for done in blender.slices()}, blender.waits
 
 
 CORRECTED = {"strategy": "union", "ratio": 0.3, "correction": "shift"}
 
 
-@pytest.mark.parametrize("strategy", ["union", "query", "head"])
+@pytest.mark.parametrize(("strategy", "waits"), [("union", 1), ("query", 1), ("head", 0)])
 @pytest.mark.parametrize("through", [False, True])
-def test_no_value_is_read_in_the_layers(monkeypatch, strategy, through):
+def test_a_blend_waits_for_scores_and_for_nothing_else(monkeypatch, strategy, waits, through):
     """On the meta device tensors have shapes but no values, so that reading one fails."""
-    assert blended_without_values(monkeypatch, CORRECTED | {"strategy": strategy}, through=through) == {0, 1, 2}
+    found = blended_without_values(monkeypatch, CORRECTED | {"strategy": strategy}, through=through)
+    assert found == ({0, 1, 2}, waits)
 
 
 @pytest.mark.parametrize("read", READS)
@@ -401,15 +384,6 @@ def test_the_estimate_of_memory_has_the_weights_of_every_document(monkeypatch):
 
     layers = layers_over(TORCH, 1)
     assert estimated(8, 10) - estimated(1, 80) == 7 * (2 * 64**2 + HEADS * DIM) * 4
-
-
-def test_rows_are_described_with_one_wait_however_many_batches_they_are(monkeypatch):
-    layers, watch = layers_over(TORCH, 1), Watch()
-    positions, blocks = torch.tensor([0, 1, 6, 9, 10, 39, 44, 80]), torch.arange(6)
-    with watch.modes[0], watch.modes[1], watch.set(True):
-        rows = layers.begin(torch.arange(LENGTH), positions, [blocks], 3)
-    assert [batch.common[0].num_reqs for batch in rows.batches] == [2, 2, 2]
-    assert watch.take()[1].count("cpu") == 1
 
 
 def test_rows_of_a_long_prompt_share_one_block_table(monkeypatch):

@@ -3,6 +3,7 @@
 Or it takes the values from tensors, on torch's meta device, so that reading one fails.
 """
 
+import sys
 from collections import defaultdict
 from contextlib import contextmanager
 
@@ -10,9 +11,11 @@ import torch
 from test_copies import execute
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lmc.blend.blender import Blender
 from lmc.blend.kernels import attention_triton, place_triton, shift_triton
+from lmc.copies import sent
 
 WAITS = {"cpu", "item", "tolist", "__int__", "__bool__", "__float__", "__index__", "nonzero", "unique",
          "unique_consecutive", "isin", "masked_select", "argwhere", "numpy", "bincount"}  # fmt: skip
@@ -35,6 +38,14 @@ READS = {
     "unique": lambda keys: keys.unique(),
     "mask": lambda keys: keys[keys > 0],
     "masked_select": lambda keys: keys.masked_select(keys > 0),
+}
+# Ways to send numbers to the device of keys that wait for all that it has been given before.
+SENDS = {
+    "tensor": lambda keys: torch.tensor([1], device=keys.device),
+    "to": lambda keys: torch.ones(1).to(keys.device),
+    "index": lambda keys: keys[torch.zeros(1, dtype=torch.long)],
+    "copy": lambda keys: keys[0, 0, :1].copy_(torch.ones(1)),
+    "add": lambda keys: keys[0, 0, :1] + torch.ones(1),
 }
 
 
@@ -136,35 +147,28 @@ def kernels_without_values(monkeypatch) -> None:
     monkeypatch.setattr(place_triton, "can_submit", lambda memory: True)
 
 
-def without_values(one):
-    """Return the same with all tensors on the meta device."""
-    if isinstance(one, torch.Tensor):
-        return one.to("meta")
-    if isinstance(one, dict):
-        return {key: without_values(part) for key, part in one.items()}
-    if isinstance(one, list | tuple):
-        parts = [without_values(part) for part in one]
-        return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
-    return one
+class Waited(AssertionError):
+    """The host would have waited for a GPU."""
 
 
-def forget(thing) -> None:
-    """Take the values from all tensors of an object."""
-    for name in getattr(thing, "__slots__", None) or vars(thing):
-        setattr(thing, name, without_values(getattr(thing, name)))
+class NoWaits(TorchFunctionMode):
+    """With a device that has no values: what reads one fails anyway, and so does what would send numbers and wait."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        given = tree_leaves((args, kwargs or {}))
+        devices = {one.device.type for one in given if isinstance(one, torch.Tensor) and one.dim()}
+        to_device = any(isinstance(one, str | torch.device) and torch.device(one).type == "meta" for one in given)
+        sends = to_device and function.__name__ in ("tensor", "as_tensor", "to") and "meta" not in devices
+        if len(devices) > 1 or (sends and sys._getframe(1).f_code is not sent.__code__):
+            raise Waited(function.__name__)
+        return function(*args, **(kwargs or {}))
 
 
 class MetaBlender(Blender):
-    """What is described before the layers loses its values then."""
+    """A blend whose device is torch's meta device. All tokens have the same score."""
 
-    def _shifts(self, rows):
-        shifts = super()._shifts(rows)
-        for shift in shifts:
-            forget(shift)
-        return shifts
+    waits = 0
 
-    def _probes(self, *described):
-        return without_values(super()._probes(*described))
-
-    def _scoring(self, layer, probe, paid):
-        return super()._scoring(layer, probe, without_values(paid))
+    def _on_host(self, evidence):
+        self.waits += 1
+        return torch.zeros(evidence.shape)

@@ -16,6 +16,7 @@ from lmc.connectors.vllm.worker.native import NativeLayers, PagedRows, RowBatch
 from lmc.connectors.vllm.worker.paged import TokenAccess
 from lmc.connectors.vllm.worker.streams import LayerLoads
 from lmc.connectors.vllm.worker.tensor_parallel import agreed, largest, summed
+from lmc.copies import sent
 
 # On a GPU, the kernel launches of a layer that is not compiled take about as long as computing this many rows
 # (`docs/gpu.md`).
@@ -57,12 +58,12 @@ class PagedCanvas:
         self.kernels = layers.kernels
         self._layers, self._job, self._batch_rows, self._part = layers, job, batch_rows, part
         self.call_cost, self.compiled = call_cost(self.device), batch_rows.through > 0
-        self._tokens = torch.tensor(job.tokens, device=self.device)
-        self._tables = [torch.tensor(table, device=self.device) for table in job.tables]
-        self._kernel_tables = [layers.kernel_blocks(table).to(torch.int32) for table in self._tables]
-        old, new = positions_of(job.documents, self.device)
+        self._tokens, self._tables = torch.tensor(job.tokens), [torch.tensor(table) for table in job.tables]
+        kernel_tables = [layers.kernel_blocks(table).to(torch.int32) for table in self._tables]
+        self._kernel_tables = [sent(table, self.device) for table in kernel_tables]
+        old, new = positions_of(job.documents)
         self._stored = self.slots(new)
-        self._turns = turns_of(self.attentions, old, new)
+        self._turns = turns_of(self.attentions, *(sent(positions, self.device) for positions in (old, new)))
         self._loads, self._place_cost = loads, len(new) // COPY_COST + 1
         if loads is not None:
             self._place_cost += loads.cost
@@ -144,9 +145,8 @@ class PagedCanvas:
         """Return the pages, or copies `[H, stop, D]` of whole pages in which the `absent` tokens are zero."""
         if self.kernels.in_pages:
             return self.paged(layer)
-        table = self._tables[self._layers.group_of[layer]]
-        blocks = self._layers.kernel_blocks(table[: -(-stop // self._layers.block_size)])
-        keys, values = self._layers.access[layer].tokens_of(blocks, stop)
+        access, table = self._layers.access[layer], self._kernel_tables[self._layers.group_of[layer]]
+        keys, values = access.tokens_of(table[: -(-stop // access.pages.keys.shape[2])], stop)
         for half in (keys, values):
             half.index_fill_(1, absent, 0)  # Assigning a number by index would block the host on a GPU.
         return keys, values
@@ -182,12 +182,12 @@ def prefill_alone(
 ) -> Iterator[int]:
     """Prefill a document after its first `known` tokens, whose keys and values are in its blocks; yield the costs.
 
-    `tables` has a block table for each KV cache group of the engine. The tokens go through all layers in batches, as in
-    the engine's own chunked prefill. Each cost is in token-layers.
+    All tensors are on the host. `tables` has a block table for each KV cache group of the engine. The tokens go through
+    all layers in batches, as in the engine's own chunked prefill. Each cost is in token-layers.
     """
     size = batch_rows.through or batch_rows.layer
     for start in range(known, len(tokens), size):
-        positions = torch.arange(start, min(start + size, len(tokens)), device=layers.device)
+        positions = torch.arange(start, min(start + size, len(tokens)))
         rows = layers.begin(tokens, positions, tables, size)
         (batch,), cost = rows.batches, max(len(positions), call_cost(layers.device))  # Without gaps: one batch.
         if batch_rows.through:

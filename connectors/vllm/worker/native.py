@@ -6,6 +6,7 @@ The layer itself writes the rows' keys and values into the pages. A self-test at
 for the loaded model.
 
 The engine may have several groups of layers with a block table each. Lists of tables `[B]` have one for each group.
+Positions, tokens and block tables that are arguments here are on the host.
 """
 
 import copy
@@ -25,7 +26,7 @@ from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.model_kinds import groups_of, specs_of
 from lmc.connectors.vllm.worker.layer_calls import Given, TransformersLayers, calls_of, rows_of
 from lmc.connectors.vllm.worker.paged import token_access
-from lmc.connectors.vllm.worker.streams import sent
+from lmc.copies import sent
 from lmc.engine.identity import rope_name
 from lmc.errors import UnsupportedModel
 
@@ -46,8 +47,9 @@ class RowBatch:
 class PagedRows:
     """Tokens of one request between two layers."""
 
-    positions: torch.Tensor  # [T]
-    tokens: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T], on the host
+    at: torch.Tensor  # [T], the same on the device
+    tokens: torch.Tensor  # [T], on the device
     batches: list[RowBatch]
     states: torch.Tensor  # [T, E], empty before layer 0
     residual: torch.Tensor  # [T, E]
@@ -135,8 +137,8 @@ class NativeLayers:
         return len(self._layers)
 
     def slots(self, tables: Sequence[torch.Tensor], positions: torch.Tensor) -> list[torch.Tensor]:
-        """Return the slot numbers of `positions [T]` in a request with these block tables, by layer."""
-        by_group = [self._slots_in(table, positions) for table in tables]
+        """Return the slot numbers of `positions [T]` in a request with these block tables, by layer, on the device."""
+        by_group = [sent(self._slots_in(table, positions), self.device) for table in tables]
         return [by_group[group] for group in self.group_of]
 
     def _slots_in(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -154,16 +156,19 @@ class NativeLayers:
         self, tokens: torch.Tensor, positions: torch.Tensor, tables: Sequence[torch.Tensor], size: int
     ) -> PagedRows:
         """Return rows before layer 0, at ascending `positions [T]` of the prompt `tokens`, in batches of `size`."""
-        none = torch.empty(0, device=self.device)
-        return PagedRows(positions, tokens[positions], self._batches(positions, tables, size), none, none)
+        none, at = torch.empty(0, device=self.device), sent(positions, self.device)
+        batches = self._batches(positions, at, tables, size)
+        return PagedRows(positions, at, sent(tokens[positions], self.device), batches, none, none)
 
     def keep(self, rows: PagedRows, kept: torch.Tensor, tables: Sequence[torch.Tensor], size: int) -> PagedRows:
         """Return copies of the rows at the ascending indices `kept`, after at least one layer has run."""
-        positions = rows.positions[kept]
+        positions, kept = rows.positions[kept], sent(kept, self.device)
+        at = rows.at[kept]
         return PagedRows(
             positions,
+            at,
             rows.tokens[kept],
-            self._batches(positions, tables, size),
+            self._batches(positions, at, tables, size),
             rows.states[kept],
             rows.residual[kept if self._calls.takes_residual else slice(0)],
             [rows_of(given, kept, len(rows.positions)) for given in rows.given],
@@ -176,9 +181,9 @@ class NativeLayers:
         `attention` that returns a result without calling the engine's attention.
         """
         if not len(rows.states):
-            rows.states, rows.given = self._before(rows.tokens, rows.positions)
+            rows.states, rows.given = self._before(rows.tokens, rows.at)
             rows.residual = torch.zeros_like(rows.states)
-        positions, count = rows.positions[batch.rows], len(rows.positions)
+        positions, count = rows.at[batch.rows], len(rows.at)
         # The rows are cloned, because the layer may end early and kernels may work in place.
         given = rows.states[batch.rows].clone(), rows.residual[batch.rows].clone()
         more = rows_of(rows.given[layer], batch.rows, count)
@@ -199,7 +204,7 @@ class NativeLayers:
                 stack.enter_context(self._replaced(layer, batch, attention_of(layer) or writes_and_attends))
             stack.enter_context(self._context(batch.rows.stop - batch.rows.start, skip_compiled=False))
             # The compiled model expects the runner's dtypes, and memory that begins at a multiple of 16 bytes.
-            tokens, positions = rows.tokens[batch.rows].to(torch.int32), rows.positions[batch.rows].clone()
+            tokens, positions = rows.tokens[batch.rows].to(torch.int32), rows.at[batch.rows].clone()
             self._model(tokens, positions)
 
     def run_model(self, rows: PagedRows, batch: RowBatch) -> None:
@@ -208,7 +213,7 @@ class NativeLayers:
         slots = {one.layer_name: batch.common[group].slot_mapping for one, group in groups}
         built = {kind: self._metadata(batch, kind) for kind in self._builders}
         metadata = {one.layer_name: built[kind] for one, kind in zip(self.attention, self._kinds, strict=True)}
-        positions = rows.positions[batch.rows]
+        positions = rows.at[batch.rows]
         if self._config.model_config.uses_mrope:  # A token has three positions, which are equal in text.
             positions = positions.expand(3, -1)
         with self._context(batch.rows.stop - batch.rows.start, attn_metadata=metadata, slot_mapping=slots):
@@ -236,7 +241,7 @@ class NativeLayers:
                 if rope not in made:
                     rotation = _rotation_of(rope, self.longest)
                     made[rope] = next((other for other in made.values() if other.same_as(rotation)), rotation)
-        token, called = torch.zeros(1, dtype=torch.long, device=self.device), list[Any]()
+        token, called = torch.zeros(1, dtype=torch.long), list[Any]()
         rows = self.begin(token, token, [token + 1] * self.group_count, 1)  # one token in block 1, which is unused
         handles = [rope.register_forward_pre_hook(lambda rope, _: called.append(rope)) for rope in made]
         try:
@@ -258,7 +263,7 @@ class NativeLayers:
         Token 0 may be padding, whose hidden state may be zero.
         """
         tables, access = [torch.ones_like(positions)] * self.group_count, self.access[layer]
-        rows = self.begin(torch.ones(self.block_size, dtype=torch.long, device=self.device), positions, tables, 8)
+        rows = self.begin(torch.ones(self.block_size, dtype=torch.long), positions, tables, 8)
         for batch in rows.batches:
             self.run(layer, rows, batch, only_writes)
         slots = self.slots(tables, positions)[layer]
@@ -381,13 +386,14 @@ class NativeLayers:
             access.pages._replace(table=table) if self.kernels.in_pages else access.tokens_of(table, common.max_seq_len)
         )
 
-    def _batches(self, positions: torch.Tensor, tables: Sequence[torch.Tensor], size: int) -> list[RowBatch]:
+    def _batches(
+        self, positions: torch.Tensor, at: torch.Tensor, tables: Sequence[torch.Tensor], size: int
+    ) -> list[RowBatch]:
         """Split rows into batches, with the metadata that the attention backend needs.
 
-        The host waits for the positions of all rows once, instead of once per batch.
+        `at` are the positions on the device.
         """
-        at = positions.cpu()
-        cut = _cut(at, size, self.most_runs)
+        cut = _cut(positions, size, self.most_runs)
         return [RowBatch(rows, self._common(positions[rows], at[rows], tables)) for rows in cut]
 
     def _common(
@@ -395,31 +401,31 @@ class NativeLayers:
     ) -> list[vllm_api.CommonAttentionMetadata]:
         """Return the attention metadata of rows at `positions [T]`, by KV cache group.
 
-        `at` is a copy of the positions on the host.
+        `at` are the positions on the device.
         """
-        edges = torch.cat((torch.tensor([0]), _breaks(at), torch.tensor([len(at)])))
+        edges = torch.cat((torch.tensor([0]), _breaks(positions), torch.tensor([len(positions)])))
         starts = edges.to(torch.int32)
-        lengths = (at[edges[1:] - 1] + 1).to(torch.int32)
+        lengths = (positions[edges[1:] - 1] + 1).to(torch.int32)
         runs, longest = len(lengths), int(lengths.max())
         starts_there, lengths_there = sent(starts, self.device), sent(lengths, self.device)
 
         def of_group(blocks: torch.Tensor) -> vllm_api.CommonAttentionMetadata:
-            table = blocks[: -(-longest // self.block_size)].to(torch.int32)
-            table = self.kernel_blocks(table)[None].expand(runs, -1)
+            table = self.kernel_blocks(blocks[: -(-longest // self.block_size)].to(torch.int32))
+            table = sent(table[None], self.device).expand(runs, -1)
             return vllm_api.CommonAttentionMetadata(
                 query_start_loc=starts_there,
                 query_start_loc_cpu=starts,
                 seq_lens=lengths_there,
                 seq_lens_cpu_upper_bound=lengths,
                 num_reqs=runs,
-                num_actual_tokens=len(at),
+                num_actual_tokens=len(positions),
                 max_query_len=int((edges[1:] - edges[:-1]).max()),
                 max_seq_len=longest,
                 # lmc's own attention reads one row of the table. Thousands of copies of a long table would take
                 # hundreds of megabytes.
                 block_table_tensor=table if self.kernels.in_pages else table.contiguous(),
-                slot_mapping=self._slots_in(blocks, positions),
-                positions=positions,
+                slot_mapping=sent(self._slots_in(blocks, positions), self.device),
+                positions=at,
                 causal=True,
             )
 

@@ -20,8 +20,7 @@ from lmc.blend.canvas import Paged
 from lmc.blend.kernels.choice import TORCH
 from lmc.blend.kernels.operations import Kernels
 from lmc.connectors.vllm import vllm_api
-from lmc.connectors.vllm.worker.streams import sent
-from lmc.copies import Addresses, Copies, can_submit, merged, stretches_of, submit_of
+from lmc.copies import Addresses, Copies, can_submit, merged, sent, stretches_of, submit_of
 from lmc.errors import UnsupportedModel
 from lmc.shapes import KV, KVShape
 

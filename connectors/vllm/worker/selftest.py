@@ -108,7 +108,7 @@ def run_full_batch(layers: NativeLayers, rows: int) -> int:
 
 def _bytes_of(layers: NativeLayers, rows: int) -> int:
     """Run rows through a layer, and return the bytes that they took on a GPU. All rows use block 1, which is unused."""
-    positions = torch.arange(rows + 1, device=layers.device)
+    positions = torch.arange(rows + 1)
     table, scattered = torch.ones_like(positions[:: layers.block_size]), positions[positions != 1]
     cuda, before = layers.device.type == "cuda", allocated(layers.device)
     try:
@@ -133,7 +133,7 @@ class _Exam:
         count = -(-len(tokens) // layers.block_size)
         firsts = range(1, 1 + layers.group_count * count, count)  # Block 0 is the null block.
         self.tables = tuple(tuple(range(first, first + count)) for first in firsts)
-        self._blocks = [torch.tensor(table, device=layers.device) for table in self.tables]
+        self._blocks = [torch.tensor(table) for table in self.tables]
         self._rows = min(len(tokens), rows)
 
     def canvas(self, document: Piece | None = None, part: torch.Tensor | None = None) -> PagedCanvas:
@@ -152,30 +152,29 @@ class _Exam:
 
     def prefill(self, tokens: list[int], stops: list[int]) -> list[KV]:
         """Return the KV that the model's forward passes write to the pages, with chunks that end at `stops`."""
-        layers, ids = self._layers, torch.tensor(tokens, device=self._layers.device)
+        layers, ids = self._layers, torch.tensor(tokens)
         for start, stop in zip([0, *stops], stops, strict=False):
-            rows = layers.begin(ids, torch.arange(start, stop, device=layers.device), self._blocks, self._rows)
+            rows = layers.begin(ids, torch.arange(start, stop), self._blocks, self._rows)
             for batch in rows.batches:
                 layers.run_model(rows, batch)
         return self._read(stops[-1])
 
     def prefill_alone(self, tokens: list[int]) -> list[KV]:
         """Return the KV of tokens that are computed as a document."""
-        ids = torch.tensor(tokens, device=self._layers.device)
-        for _ in prefill_alone(self._layers, ids, self._blocks, BatchRows(self._rows)):
+        for _ in prefill_alone(self._layers, torch.tensor(tokens), self._blocks, BatchRows(self._rows)):
             pass
         return self._read(len(tokens))
 
     def _read(self, count: int) -> list[KV]:
-        slots = self._layers.slots(self._blocks, torch.arange(count, device=self._layers.device))
+        slots = self._layers.slots(self._blocks, torch.arange(count))
         of_layers = zip(self._layers.access, slots, strict=True)
         return [tuple(half.clone() for half in access.gather(here)) for access, here in of_layers]  # type: ignore[misc]
 
 
 def _clear(layers: NativeLayers, tables: Sequence[Table]) -> None:
     """Reset the used blocks to zeros, their contents before the self-test."""
-    blocks = [torch.tensor(table, device=layers.device) for table in tables]
-    positions = torch.arange(len(tables[0]) * layers.block_size, device=layers.device)
+    blocks = [torch.tensor(table) for table in tables]
+    positions = torch.arange(len(tables[0]) * layers.block_size)
     for access, slots in zip(layers.access, layers.slots(blocks, positions), strict=True):
         keys, values = access.gather(slots)
         access.scatter(slots, torch.zeros_like(keys), torch.zeros_like(values))

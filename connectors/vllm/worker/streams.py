@@ -76,11 +76,6 @@ class LayerLoads:
         self._streams.wait_for(self._issued[layer])
 
 
-def sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy numbers from the host to a device. They are page-locked first, so that the host does not wait for a GPU."""
-    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
-
-
 def seconds_of(work: Callable[[], None]) -> float:
     """Run some work on a GPU, wait for it, and return its seconds."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

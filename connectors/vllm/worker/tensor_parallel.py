@@ -27,17 +27,17 @@ def largest(evidence: torch.Tensor) -> torch.Tensor:
 
 
 def agreed(chosen: torch.Tensor, of: int) -> torch.Tensor:
-    """Return the indices that rank 0 has chosen among `of` candidates.
+    """Return the indices that rank 0 has chosen among `of` candidates. All are on the host.
 
     Sums may differ between ranks in the last bit, and a threshold would then select different tokens.
     """
     group = get_tp_group()
     if group.world_size == 1:
         return chosen
-    mask = torch.zeros(of, dtype=torch.int32, device=chosen.device)
+    mask = torch.zeros(of, dtype=torch.uint8)
     mask[chosen] = 1
-    agreed_on: torch.Tensor = group.broadcast(mask, src=0)
-    return agreed_on.nonzero().flatten()
+    torch.distributed.broadcast(mask, group=group.cpu_group, group_src=0)
+    return mask.nonzero().flatten()
 
 
 def on_all_ranks(*, good: bool) -> bool:

@@ -421,7 +421,7 @@ class Worker:
     def _learn(self, job: LearnJob) -> Generator[Cost, None, None]:
         assert self._layers is not None
         tokens, tables = self._tensors(job)
-        positions = torch.arange(len(job.tokens), device=self._device)
+        positions = torch.arange(len(job.tokens))
         before = self._layers.slots(tables, positions[: job.document])
         prefix = self._prefix_kv.get(job.resets, [])
         computed = job.document if prefix else 0
@@ -436,7 +436,7 @@ class Worker:
         for slot, (start, stop) in zip(job.slots, chunk_bounds(count, job.chunk), strict=True):
             if slot >= 0:
                 # Engine steps do not wait for these copies.
-                with self._streams.behind(self._streams.save, positions, *tables):
+                with self._streams.behind(self._streams.save):
                     self._save_tokens(slot, tables, positions[begin + start : begin + stop])
             cost = (stop - start) * self._layers.depth // COPY_COST + 1
             yield Cost(cost, cost if stop < count else 0)
@@ -449,9 +449,8 @@ class Worker:
             yield Cost(cost)
 
     def _tensors(self, job: LearnJob | BackfillJob) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the tokens and the block tables of a job."""
-        tables = [torch.tensor(table, device=self._device) for table in job.tables]
-        return torch.tensor(job.tokens, device=self._device), tables
+        """Return the tokens and the block tables of a job, on the host."""
+        return torch.tensor(job.tokens), [torch.tensor(table) for table in job.tables]
 
     def _save(self, job: SaveJob) -> None:
         for layer, group in enumerate(self._pages.group_of):
