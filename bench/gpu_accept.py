@@ -66,6 +66,7 @@ OURS = {
     "_rotated",
     "_mean",
     "_alike",
+    "_invert",
     "_changes",
     "_correct",
 }

@@ -148,6 +148,7 @@ OTHERS = (
         kernels.alike, {"DIMS": 1024, "MOST": 64, "BD": 32, "SHARED": 0.3},
         [{"BT": 64, "OWN": True}, {"BT": 32, "OWN": False}], 255, False,
     ),
+    (kernels.invert, {"MOST": 64}, [{}], 255, False),
     (kernels.changes, HEADS | HALVES | VALUES | {"BT": 16}, [{}, UNROTATED, LATENT], 192, False),
     (
         kernels.correct, HEADS | HALVES | VALUES | {"BT": 32, "MOST": 64},
@@ -239,7 +240,7 @@ def test_it_compiles_without_spills(name: str, capability: int, tmp_path: Path) 
 def test_it_is_not_compiled_again_for_another_length(kernel: Any) -> None:
     """The first request with a prompt of whole blocks would wait for that."""
     changing = [one for one in kernel.params if one.name in ("tokens", "count", "shares", "size", "limit")]
-    assert changing or kernel in (kernels.mean, kernels.alike, kernels.correct)
+    assert changing or kernel in (kernels.mean, kernels.alike, kernels.invert, kernels.correct)
     assert all(one.do_not_specialize for one in changing)
     pointers = {one.name: one for one in kernel.params if one.name in {*POINTERS, *TENSORS}}
     others = {one.name for one in kernel.params if not one.is_constexpr} - pointers.keys()

@@ -93,6 +93,26 @@ def _alike(
 
 
 @triton.jit(**CHANGING)
+def _invert(inverses, MOST: tl.constexpr):
+    """Replace a matrix of `[documents, MOST, MOST]` by its inverse.
+
+    The matrices are symmetric, and the penalty makes all of their eigenvalues at least 1. So Gauss-Jordan elimination
+    needs no other pivots than the diagonal.
+    """
+    m = tl.arange(0, MOST)
+    r, c = m[:, None], m[None, :]
+    where = inverses + (tl.program_id(0).to(tl.int64) * MOST + r) * MOST + c
+    matrix = tl.load(where)
+    for k in range(MOST):
+        row = tl.sum(tl.where(r == k, matrix, 0.0), 0)
+        column = tl.sum(tl.where(c == k, matrix, 0.0), 1)
+        row = tl.where(m == k, 1.0, row) / tl.sum(tl.where(m == k, row, 0.0), 0)
+        others = tl.where(c == k, 0.0, matrix) - column[:, None] * row[None, :]
+        matrix = tl.where(r == k, row[None, :], others)
+    tl.store(where, matrix)
+
+
+@triton.jit(**CHANGING)
 def _changes(
     out, old_keys, old_values, cos, sin, slots, keys, values, tokens, share, size,
     old_key_token, old_key_head, old_value_token, old_value_head,
@@ -176,8 +196,8 @@ def weights_of(
     _mean[(documents, triton.cdiv(dims, BLOCK))](means, asked, spans.documents, DIMS=dims, BT=TILE, BD=BLOCK, **FUSED)
     sizes = {"DIMS": dims, "MOST": MOST_EXAMPLES, "BD": BLOCK, "SHARED": SHARED, "num_warps": 4, **FUSED}
     _alike[(documents,)](own, known, known, means, own, spans.documents, BT=MOST_EXAMPLES, OWN=True, **sizes)
-    inverses = torch.linalg.inv_ex(own)[0]
-    _alike[(len(spans.tiles),)](weights, asked, known, means, inverses, spans.tiles, BT=TILE, OWN=False, **sizes)
+    _invert[(documents,)](own, MOST=MOST_EXAMPLES, num_warps=4, **FUSED)
+    _alike[(len(spans.tiles),)](weights, asked, known, means, own, spans.tiles, BT=TILE, OWN=False, **sizes)
     return weights
 
 

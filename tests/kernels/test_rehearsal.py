@@ -45,6 +45,6 @@ def test_a_rehearsal_runs_every_kernel(monkeypatch, layers):
         rehearse(canvas, document, PROMPT_TOKENS)
     assert scored == {(False, False), (False, True), (True, False), (True, True)}
     launched, names = set(watch.launched), {name for _, name in KERNELS}
-    of_later_layers = {"_deviation", "_rotated", "_mean", "_alike", "_changes", "_correct"}
+    of_later_layers = {"_deviation", "_rotated", "_mean", "_alike", "_invert", "_changes", "_correct"}
     elsewhere = {"_gather"}  # A canvas over pages reads with it.
     assert launched & names == names - elsewhere - (of_later_layers if layers == 1 else set())

@@ -111,3 +111,16 @@ def test_weights_of_many_documents_are_those_of_torch(documents):
         weights(one, tokens, examples, SHAPES[0], torch.float32, interleaved=False) for one in (shift, shift_triton)
     )
     assert (found - wanted).abs().max() <= 1e-5
+
+
+def test_a_matrix_is_inverted_as_exactly_as_by_torch():
+    """Also one whose examples are all alike, whose largest eigenvalue is 85 times the smallest one."""
+    torch.manual_seed(0)
+    rows = torch.nn.functional.normalize(torch.randn(2, MOST_EXAMPLES, 20), dim=-1)
+    alike = torch.cat((rows @ rows.mT, torch.ones(1, MOST_EXAMPLES, MOST_EXAMPLES))) + shift.SHARED
+    alike[1, 9:], alike[1, :, 9:] = 0, 0  # A document with few examples has rows of the identity.
+    matrices = alike + torch.eye(MOST_EXAMPLES)
+    found = matrices.clone()
+    shift_triton._invert[(len(found),)](found, MOST=MOST_EXAMPLES)
+    exact = torch.linalg.inv(matrices.double())
+    assert (found - exact).abs().max() <= 2 * (torch.linalg.inv(matrices) - exact).abs().max() + 1e-7

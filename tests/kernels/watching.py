@@ -23,6 +23,7 @@ KERNELS = [
     (attention_triton, "_attend"), (attention_triton, "_paid"), (attention_triton, "_join"),
     (place_triton, "_place"), (place_triton, "_gather"),
     (place_triton, "_deviation"), (shift_triton, "_rotated"), (shift_triton, "_mean"), (shift_triton, "_alike"),
+    (shift_triton, "_invert"),
     (shift_triton, "_changes"), (shift_triton, "_correct"),
 ]  # fmt: skip
 PAID = attention_triton._paid.arg_names.index("paid")  # where the scores are among the arguments of `_paid`
