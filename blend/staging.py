@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import torch
 
 from lmc.blend.canvas import KV
-from lmc.blend.kernels.operations import Kernels
 from lmc.shapes import KVShape
 
 SIDES = 2  # buffers: the parts in one are placed while the next layer's are copied into the other
@@ -22,15 +21,17 @@ class Staging:
 
     def __init__(
         self,
-        kernels: Kernels,
-        parts_of: Callable[[int], Sequence[KV]],
+        stage: Callable[[int, KV], None],
         shapes: Sequence[KVShape],
         tokens: int,
         device: torch.device,
         stream: torch.cuda.Stream,
     ) -> None:
-        """Allocate the buffers. `parts_of` returns a layer's parts, of `tokens` tokens and of the shape in `shapes`."""
-        self._stage, self._parts_of, self._stream = kernels.stage, parts_of, stream
+        """Allocate the buffers.
+
+        `stage` copies a layer's parts, of `tokens` tokens and of the shape in `shapes`, to keys and values `[T, H, D]`.
+        """
+        self._stage, self._stream = stage, stream
         self._shapes, self._tokens = shapes, tokens
         size = max(shape.part_bytes(tokens) for shape in shapes)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(SIDES)]
@@ -52,7 +53,7 @@ class Staging:
         with torch.cuda.stream(self._stream):
             if side in self._placed:
                 self._stream.wait_event(self._placed[side])
-            self._stage(self._parts_of(layer), self._buffer(layer))
+            self._stage(layer, self._buffer(layer))
             self._copied[layer] = self._stream.record_event()
 
     def _buffer(self, layer: int) -> KV:

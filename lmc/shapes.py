@@ -57,6 +57,12 @@ class KVShape:
         return keys, values
 
     @property
+    def row_bytes(self) -> tuple[int, int]:
+        """The bytes of the key and of the value of a token, in all KV heads."""
+        key, value = (self.kv_heads * dim * self.dtype.itemsize for dim in self.dims)
+        return key, value
+
+    @property
     def dims(self) -> tuple[int, int]:
         """The head dims of keys and of values."""
         return self.head_dim, self.value_dim

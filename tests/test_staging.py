@@ -96,10 +96,10 @@ def placed(monkeypatch, seed: int) -> list[KV]:
     machine, found = Machine(seed), [shape.empty(TOKENS, CPU) for shape in SHAPES]
     machine.installed(monkeypatch)
 
-    def stage(parts, into) -> None:
-        machine.issue(machine.current, Task(run=lambda: place.stage(parts, into)))
+    def stage(layer, into) -> None:
+        machine.issue(machine.current, Task(run=lambda: place.stage(parts_of(layer), into)))
 
-    staging = Staging(SimpleNamespace(stage=stage), parts_of, SHAPES, TOKENS, CPU, machine.copies)
+    staging = Staging(stage, SHAPES, TOKENS, CPU, machine.copies)
     for layer in range(LAYERS):
         with staging.parts(layer) as parts:
             copy = Task(run=lambda into=found[layer], parts=parts: place.stage([parts], into))
@@ -148,14 +148,15 @@ def test_the_next_layer_is_copied_while_one_is_placed(monkeypatch):
     assert SIDES == 2
     machine, staged = Machine(0), []
     machine.installed(monkeypatch)
-    kernels = SimpleNamespace(
-        stage=lambda parts, into: machine.issue(machine.current, Task(lambda: staged.append(len(parts))))
-    )
-    staging = Staging(kernels, parts_of, SHAPES, TOKENS, CPU, machine.copies)
+
+    def stage(layer, into) -> None:
+        machine.issue(machine.current, Task(lambda: staged.append(layer)))
+
+    staging = Staging(stage, SHAPES, TOKENS, CPU, machine.copies)
     machine.finish()
     machine.issue(machine.model, Task(ready=lambda: False))  # a long computation
     with staging.parts(0):
         pass
     staging.begin(1)
     machine.go_on(100)
-    assert staged == [2, 2]
+    assert staged == [0, 1]

@@ -54,7 +54,7 @@ class DenseCanvas(Canvas[DenseRows]):
         self._staging: Staging | None = None
         if self.device.type == "cuda" and self.kernels.in_pages and placements:
             shapes, stream = [shape] * self.depth, torch.cuda.Stream(self.device)
-            self._staging = Staging(self.kernels, self._parts, shapes, len(self._stored), self.device, stream)
+            self._staging = Staging(self._stage, shapes, len(self._stored), self.device, stream)
 
     def place(self, layer: int) -> int:
         """Write a layer's stored keys, rotated, and values to their positions."""
@@ -65,6 +65,9 @@ class DenseCanvas(Canvas[DenseRows]):
         with self._staging.parts(layer) as staged:
             self.kernels.place([staged], self._turns[layer], self._stored, self.paged(layer))
         return 0
+
+    def _stage(self, layer: int, into: KV) -> None:
+        self.kernels.stage(self._parts(layer), into)
 
     def _parts(self, layer: int) -> Sequence[KV]:
         """Wait for the stored parts of a layer, and return them."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from amount import mostly_long
 from lab import words
+from part_memory import PartMemory
 from stepping import layers_of_lmc
 from transformers import AutoModelForCausalLM
 
@@ -165,7 +166,7 @@ def paged(lab, model, given: Case, policy: RecomputePolicy, rows: BatchRows):
     def stored(slot, layer):
         return parts[slot][layer].contiguous().flatten().view(torch.uint8)
 
-    canvas = PagedCanvas(layers, job, rows, stored, lambda _: True)
+    canvas = PagedCanvas(layers, job, rows, PartMemory(stored), lambda _: True)
     everything = canvas.slots(torch.arange(length))
     with torch.inference_mode():
         for layer in range(canvas.depth):  # nothing of the test before may be of use

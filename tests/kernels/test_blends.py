@@ -68,7 +68,7 @@ def test_the_parts_of_the_next_layer_are_staged_while_one_is_computed(monkeypatc
             if len(self._stored):
                 shapes, count = [self._layers.shape] * self.depth, len(self._stored)
                 stream = AtOnce(self.device)
-                self._staging = Staging(self.kernels, self._parts, shapes, count, self.device, stream)
+                self._staging = Staging(self._stage, shapes, count, self.device, stream)
 
         def place(self, layer: int) -> int:
             begun.append(self._staging is not None and layer in self._staging._copied)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pages import pages_of
+from part_memory import PartMemory
 from test_staging import Machine, Stream, Task
 from watching import READS, MetaBlender, NoWaits, kernels_without_values, watch_kernels, watched
 
@@ -161,7 +162,7 @@ def outcome(kernels, ratio: int, *, ahead: bool = True, tables: int = 1, **canva
         layers,
         job,
         BatchRows(LENGTH),
-        lambda slot, layer: parts[layer, slot].flatten().view(torch.uint8),
+        PartMemory(lambda slot, layer: parts[layer, slot].flatten().view(torch.uint8)),
         lambda _: ahead,
         **canvas_has,
     )
@@ -280,7 +281,7 @@ def blend_of(
     )  # fmt: skip
     canvas = kind(
         layers, job, BatchRows(rows or length, length if through else 0),
-        lambda slot, layer: parts[layer, slot].flatten().view(torch.uint8), lambda _: True,
+        PartMemory(lambda slot, layer: parts[layer, slot].flatten().view(torch.uint8)), lambda _: True,
     )  # fmt: skip
     return canvas, BlendInput(length=length, stop=length, question=length - 6, placements=pieces), job.policy
 

@@ -14,6 +14,7 @@ from lmc.blend.staging import Staging
 from lmc.connectors.vllm.messages import BlendJob
 from lmc.connectors.vllm.worker.native import NativeLayers, PagedRows, RowBatch
 from lmc.connectors.vllm.worker.paged import TokenAccess
+from lmc.connectors.vllm.worker.stored_parts import PartMemory, StoredParts
 from lmc.connectors.vllm.worker.streams import LayerLoads
 from lmc.connectors.vllm.worker.tensor_parallel import agreed, largest, summed
 from lmc.copies import sent
@@ -23,7 +24,6 @@ from lmc.copies import sent
 CALL_COST = 512
 COPY_COST = 32  # number of tokens copied in the time in which one token is computed: about 10 on GPUs, 100 on CPUs
 
-Part = Callable[[int, int], torch.Tensor]  # returns the part of a slot for a layer of this rank, uint8 [n]
 Arrived = Callable[[int], bool]  # see `Canvas.arrived`; the same answer on every rank
 
 
@@ -42,21 +42,22 @@ class PagedCanvas:
         layers: NativeLayers,
         job: BlendJob,
         batch_rows: BatchRows,
-        part: Part,
+        memory: PartMemory,
         arrived: Arrived,
         loads: LayerLoads | None = None,
         stream: "torch.cuda.Stream | None" = None,
     ) -> None:
         """Prepare the pages of a request for a blend.
 
-        `part` and `arrived` give access to the stored parts of the job; on a GPU, the parts are copied on `stream`.
+        `memory` has the stored parts of the job when they have `arrived`; on a GPU, they are copied on `stream`.
         `loads` loads the job's exact pages.
         """
         self.depth, self.device, self.arrived = layers.depth, layers.device, arrived
         self.dtype = min((shape.dtype for shape in layers.shapes), key=lambda dtype: dtype.itemsize)
         self.attentions: Sequence[LayerAttention] = layers.attentions
         self.kernels = layers.kernels
-        self._layers, self._job, self._batch_rows, self._part = layers, job, batch_rows, part
+        self._layers, self._job, self._batch_rows = layers, job, batch_rows
+        self._parts = StoredParts(memory, job.documents, layers.shapes, layers.kernels, layers.device)
         self.call_cost, self.compiled = call_cost(self.device), batch_rows.through > 0
         self._tokens, self._tables = torch.tensor(job.tokens), [torch.tensor(table) for table in job.tables]
         kernel_tables = [layers.kernel_blocks(table).to(torch.int32) for table in self._tables]
@@ -69,7 +70,7 @@ class PagedCanvas:
             self._place_cost += loads.cost
         self._staging: Staging | None = None
         if stream is not None and self.kernels.in_pages and job.documents:
-            self._staging = Staging(self.kernels, self._parts, layers.shapes, len(new), self.device, stream)
+            self._staging = Staging(self._parts.stage, layers.shapes, len(new), self.device, stream)
 
     def place(self, layer: int) -> int:
         """Load the exact pages of a layer, and write its stored keys, rotated, and values into the other pages.
@@ -78,31 +79,33 @@ class PagedCanvas:
         """
         if self._loads is not None:
             self._loads.finish(layer)
-        if self._staging is not None:
-            with self._staging.parts(layer) as parts:
-                self._place(layer, [parts], self._stored[layer], self.paged(layer))
-        elif self.kernels.in_pages:
-            self._place(layer, self._parts(layer), self._stored[layer], self.paged(layer))
-        else:  # Only the backend's own writer knows the layout; it is called once.
-            slots = self._stored[layer]
-            keys, values = self._layers.access[layer].empty(len(slots))
-            beside = torch.arange(len(slots), device=self.device)
-            self._place(layer, self._parts(layer), beside, Paged.of((keys.transpose(0, 1), values.transpose(0, 1))))
-            self.write(layer, slots, keys, values)
+        if self._job.documents:
+            self._place_documents(layer)
         ahead = [copies for copies in (self._loads, self._staging) if copies is not None]
         if ahead and layer + 1 < self.depth and self.arrived(layer + 1):
             for copies in ahead:
                 copies.begin(layer + 1)
         return self._place_cost
 
+    def _place_documents(self, layer: int) -> None:
+        if self._staging is not None:
+            with self._staging.parts(layer) as parts:
+                self._place(layer, [parts], self._stored[layer], self.paged(layer))
+        elif self.kernels.in_pages:
+            self._place(layer, self._stored_in(layer), self._stored[layer], self.paged(layer))
+        else:  # Only the backend's own writer knows the layout; it is called once.
+            slots = self._stored[layer]
+            keys, values = self._layers.access[layer].empty(len(slots))
+            beside = torch.arange(len(slots), device=self.device)
+            self._place(layer, self._stored_in(layer), beside, Paged.of((keys.transpose(0, 1), values.transpose(0, 1))))
+            self.write(layer, slots, keys, values)
+
     def _place(self, layer: int, parts: Sequence[KV], slots: torch.Tensor, into: Paged) -> None:
         self.kernels.place(parts, self._turns[layer], slots, into)
 
-    def _parts(self, layer: int) -> list[KV]:
-        """Return the stored keys and values `[T, H, D]` of a layer, for each piece."""
-        shape, access = self._layers.shapes[layer], self._layers.access[layer]
-        parts = (shape.part(self._part(one.slot, layer), one.stored, one.rows) for one in self._job.documents)
-        return [access.dequantised(part) for part in parts]
+    def _stored_in(self, layer: int) -> list[KV]:
+        """Return the stored keys and values `[T, H, D]` of a layer, for each document."""
+        return [self._layers.access[layer].dequantised(part) for part in self._parts.of(layer)]
 
     def begin(self, positions: torch.Tensor, *, through: bool = False) -> PagedRows:
         """Return rows before layer 0, with the metadata that the attention backend needs."""

@@ -38,7 +38,7 @@ class Move(NamedTuple):
     """Pages that are copied to or from a part. In the part, they lie side by side from page `first` on."""
 
     blocks: Sequence[int]
-    part: torch.Tensor  # uint8 [n]
+    part: torch.Tensor | int  # uint8 [n], or the address of memory that a GPU can access by itself
     first: int = 0
 
 
@@ -98,11 +98,17 @@ class Pages:
         ours, other = (1e6 * seconds[stages] for stages in (self._stages, not self._stages))
         log.info(text, self.page_bytes[0] >> 10, modes[self._stages], count, ours, other)
 
+    @property
+    def takes_addresses(self) -> bool:
+        """Whether parts may be given by their addresses: all copies of a layer go to the GPU in one call."""
+        return self._submit is not None
+
     def save_all(self, layer: int, moves: Sequence[Move]) -> None:
         """Copy pages into parts; on a GPU, all pages are copied in one call if possible."""
         if self._in_one_call(layer, moves, to_pages=False):
             return
         for blocks, part, first in moves:
+            assert isinstance(part, torch.Tensor)
             self.save(layer, blocks, part[first * self.page_bytes[layer] :])
 
     def load_all(self, layer: int, moves: Sequence[Move]) -> None:
@@ -110,13 +116,19 @@ class Pages:
         if self._in_one_call(layer, moves, to_pages=True):
             return
         for blocks, part, first in moves:
+            assert isinstance(part, torch.Tensor)
             self.load(layer, blocks, part, first)
+
+    def duplicate(self, layer: int, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy the pages of the blocks `sources [B]` to the blocks `targets [B]`. Both are on the device."""
+        view = _wide(self._views[layer])
+        view.index_copy_(0, targets, view.index_select(0, sources))
 
     def _in_one_call(self, layer: int, moves: Sequence[Move], *, to_pages: bool) -> bool:
         """Issue all copies together. Returns false if the device has no call for it, or cannot access the memory."""
         if not moves:
             return True
-        if self._submit is None or not all(can_submit(move.part) for move in moves):
+        if self._submit is None or not all(isinstance(part, int) or can_submit(part) for _, part, _ in moves):
             return False
         if self._stages:
             with suppress(torch.OutOfMemoryError):  # The fallback, separate copies of pages, needs no memory.
@@ -136,7 +148,7 @@ class Pages:
         side_by_side = view.new_empty((len(blocks), *view.shape[1:])) if to_pages else view.index_select(0, blocks)
         sizes = np.array([len(move.blocks) for move in moves], np.int64) * size
         staged = side_by_side.data_ptr() + np.cumsum(sizes) - sizes
-        parts = np.array([move.part.data_ptr() + move.first * size for move in moves], np.int64)
+        parts = np.array([_address(move.part) + move.first * size for move in moves], np.int64)
         self._issue(Copies(staged, parts, sizes), to_gpu=to_pages)
         if to_pages:
             view.index_copy_(0, blocks, side_by_side)
@@ -147,7 +159,7 @@ class Pages:
         offsets, stretch = self._stretches[layer]
         blocks = _blocks_of(moves)
         begins = [
-            move.part.data_ptr() + np.arange(move.first, move.first + len(move.blocks), dtype=np.int64) * size
+            _address(move.part) + np.arange(move.first, move.first + len(move.blocks), dtype=np.int64) * size
             for move in moves
         ]
         pages = view.data_ptr() + blocks * (view.stride(0) * view.element_size())
@@ -321,6 +333,10 @@ def token_access(attention: Any, cache: torch.Tensor, kernels: Kernels, computes
     if isinstance(attention, vllm_api.MLAAttention):
         return LatentAccess(attention, cache, kernels, computes)
     return (TransposedAccess if backend == "CPU_ATTN" else TokenAccess)(attention, cache, kernels, computes)
+
+
+def _address(part: torch.Tensor | int) -> int:
+    return part if isinstance(part, int) else part.data_ptr()
 
 
 def _blocks_of(moves: Sequence[Move]) -> Addresses:

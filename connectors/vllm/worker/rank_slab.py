@@ -8,6 +8,7 @@ import torch
 
 from lmc.connectors.vllm.messages import PageCopy
 from lmc.connectors.vllm.vllm_api import get_pp_group, get_tp_group
+from lmc.copies import Addresses
 from lmc.engine import Piece
 from lmc.storage.memory.memory_files import wait_until_unlocked
 from lmc.storage.memory.slab import Slab, SlabAddress, Slot
@@ -35,6 +36,15 @@ class RankSlab:
     def part(self, slot: int, layer: int) -> torch.Tensor:
         """Return the part of a slot for one of this rank's layers: uint8 `[n]`."""
         return self._slab.part(Slot(slot), self._parts.first + layer * self._parts.step)
+
+    def addresses(self, slots: Sequence[int], layer: int) -> Addresses | None:
+        """Return the addresses of the parts of slots for one of this rank's layers.
+
+        Returns None if they are not page-locked, so that a GPU cannot access them by itself.
+        """
+        if not self._slab.page_locked:
+            return None
+        return self._slab.addresses(slots, self._parts.first + layer * self._parts.step)
 
     def needed(self, layer: int) -> int:
         """Return how many parts of a chunk must have arrived so that this layer is complete on all ranks."""

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
@@ -22,6 +23,7 @@ from lmc.connectors.vllm.worker.canvas import BatchRows, PagedCanvas, prefill_al
 from lmc.connectors.vllm.worker.memory import allocated, make_room
 from lmc.connectors.vllm.worker.native import NativeLayers
 from lmc.connectors.vllm.worker.tensor_parallel import on_all_ranks, several_ranks
+from lmc.copies import Addresses
 from lmc.engine import Piece
 from lmc.errors import NoMemory, UnsupportedModel
 from lmc.keys import ChunkKey, RecordKind
@@ -123,6 +125,19 @@ def _bytes_of(layers: NativeLayers, rows: int) -> int:
     return torch.cuda.max_memory_allocated(layers.device) - before if cuda else 0
 
 
+class _OnePart:
+    """A memory whose part is the same in all slots and layers."""
+
+    def __init__(self, part: torch.Tensor) -> None:
+        self._part = part
+
+    def part(self, slot: int, layer: int) -> torch.Tensor:
+        return self._part
+
+    def addresses(self, slots: Sequence[int], layer: int) -> Addresses | None:
+        return np.full(len(slots), self._part.data_ptr(), np.int64) if self._part.is_pinned() else None
+
+
 class _Exam:
     """The self-test's prompt in unused blocks."""
 
@@ -146,9 +161,9 @@ class _Exam:
             documents=(document,) if document else (),
             policy=RecomputePolicy(strategy="all"),
         )
-        stored = torch.empty(0) if part is None else part
+        stored = _OnePart(torch.empty(0) if part is None else part)
         rows, stream = BatchRows(self._rows, self._rows), self._stream if document else None
-        return PagedCanvas(self._layers, job, rows, lambda *_: stored, lambda _: True, stream=stream)
+        return PagedCanvas(self._layers, job, rows, stored, lambda _: True, stream=stream)
 
     def prefill(self, tokens: list[int], stops: list[int]) -> list[KV]:
         """Return the KV that the model's forward passes write to the pages, with chunks that end at `stops`."""

@@ -47,6 +47,7 @@ from lmc.connectors.vllm.worker.rank_slab import RankSlab
 from lmc.connectors.vllm.worker.selftest import prove_model, run_full_batch
 from lmc.connectors.vllm.worker.streams import LayerLoads, Streams, divided, seconds_of
 from lmc.connectors.vllm.worker.work import Cost, Work
+from lmc.copies import Addresses
 from lmc.engine import Piece
 from lmc.errors import ChunkLost, NoMemory, StorageError, UnsupportedModel
 from lmc.keys import chunk_bounds
@@ -394,7 +395,9 @@ class Worker:
 
         def load(layer: int) -> None:
             copies = by_group[self._pages.group_of[layer]]
-            self._pages.load_all(layer, [Move(one.blocks, self._part(one.slot, layer), one.first) for one in copies])
+            parts = self._parts_of([one.slot for one in copies], layer)
+            moves = [Move(one.blocks, part, one.first) for one, part in zip(copies, parts, strict=True)]
+            self._pages.load_all(layer, moves)
 
         most = max((len(_blocks(copies)) for copies in by_group.values()), default=0)
         return LayerLoads(load, most * self._block_size // COPY_COST + 1, self._streams)
@@ -407,7 +410,7 @@ class Worker:
             return job.ready or self._has_arrived(job.request, copies, layer)
 
         loads = self._page_loads(job) if job.copies else None
-        canvas = PagedCanvas(self._layers, job, self._rows, self._part, arrived, loads, self._streams.load)
+        canvas = PagedCanvas(self._layers, job, self._rows, self, arrived, loads, self._streams.load)
         length, pieces = len(job.tokens), job.documents
         blend_input = BlendInput(
             length=length, stop=job.stop, question=job.question, placements=pieces, start=job.exact
@@ -454,7 +457,7 @@ class Worker:
 
     def _save(self, job: SaveJob) -> None:
         for layer, group in enumerate(self._pages.group_of):
-            table, part = job.tables[group], self._part(job.slot, layer)
+            table, part = job.tables[group], self.part(job.slot, layer)
             unseen = passed_blocks(table)
             part[: unseen * self._pages.page_bytes[layer]].zero_()  # It would otherwise have bytes of another chunk.
             if unseen < len(table):
@@ -463,7 +466,7 @@ class Worker:
     def _save_tokens(self, slot: int, tables: list[torch.Tensor], positions: torch.Tensor) -> None:
         assert self._layers is not None
         for layer, slots in enumerate(self._layers.slots(tables, positions)):
-            part = self._layers.shapes[layer].part(self._part(slot, layer), len(slots))
+            part = self._layers.shapes[layer].part(self.part(slot, layer), len(slots))
             read_tokens(self._layers.access[layer], slots, part)
 
     # -- inside: the slab --------------------------------------------------------------------------------------------
@@ -475,8 +478,18 @@ class Worker:
             raise ChunkLost([])
         return self._slab
 
-    def _part(self, slot: int, layer: int) -> torch.Tensor:
+    def part(self, slot: int, layer: int) -> torch.Tensor:
+        """See `PartMemory.part`. Raises `ChunkLost` if the slab of a cache server could not be mapped."""
         return self._mapped.part(slot, layer)
+
+    def addresses(self, slots: Sequence[int], layer: int) -> Addresses | None:
+        """See `PartMemory.addresses`. Raises `ChunkLost` as `part` does."""
+        return self._mapped.addresses(slots, layer)
+
+    def _parts_of(self, slots: Sequence[int], layer: int) -> Sequence[torch.Tensor | int]:
+        """Return the parts of slots, or their addresses if all copies of a layer go to the GPU in one call."""
+        addresses = self.addresses(slots, layer) if slots and self._pages.takes_addresses else None
+        return [self.part(slot, layer) for slot in slots] if addresses is None else addresses.tolist()
 
     def _has_arrived(self, request: str, copies: Sequence[PageCopy | Piece], layer: int) -> bool:
         """Return whether all parts of a layer are in all slots; the result is the same on every rank.
