@@ -48,7 +48,7 @@ class Placement:
     at: int
     tokens: int
     first: int
-    exact: bool = False  # whether the KV equals full prefill's, so that it is never recomputed
+    exact: bool = False  # The KV is never recomputed, for example because it equals that of full prefill.
 
 
 def split(tokens: Tokens, markers: Markers) -> Segments:
@@ -91,6 +91,12 @@ def texts(tokens: Tokens, markers: Markers) -> list[Span]:
             found.append(Span(end, other.start))
         end = max(end, other.stop)
     return found
+
+
+def last_question(tokens: Tokens, markers: Markers) -> int:
+    """Return where the text after the last complete answer of the model begins; 0 without one."""
+    answers = _answers(len(tokens), _headers(tokens, markers), markers.answers)
+    return max((answer.stop for answer in answers if answer.stop < len(tokens)), default=0)
 
 
 def has_turns(tokens: Tokens, markers: Markers) -> bool:

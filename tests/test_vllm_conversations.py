@@ -16,7 +16,7 @@ USER = (1, 8)  # and before a question
 DOC_C = [400 + i for i in range(12)]
 REUSED = [Piece.whole(RecordKind.DOCUMENT, b"key", 12, 8, 0, None)]
 ANSWER = list(range(500, 511))
-NEXT = [80, 81, 82, 83, 84, 85, *HEADER]
+NEXT = [*USER, 80, 81, 82, 83, 84, 85, *HEADER]
 
 
 @pytest.fixture
@@ -40,16 +40,19 @@ def later_turn(tokens: list[int]) -> list[int]:
     return [*tokens, *ANSWER, *NEXT]
 
 
-def first_turn(lab: Lab, tokens: list[int], **more: object) -> None:
-    lab.serve("first", tokens, output=[*ANSWER, 9], **more)
+def first_turn(lab: Lab, tokens: list[int], lmc: dict | None = None, **more: object) -> None:
+    lab.serve("first", tokens, lmc, output=[*ANSWER, 9], **more)
+
+
+SHARES = {"strategy": "head"}  # A blend that depends on no question is shared by all turns.
 
 
 def test_a_later_turn_goes_on_from_the_blend_and_from_the_answer(lab: Lab) -> None:
     tokens = chat(DOC_A, DOC_B)
-    first_turn(lab, tokens)
+    first_turn(lab, tokens, SHARES)
     lab.drop_backfills()
     turn = later_turn(tokens)
-    request = lab.arrive("second", turn)
+    request = lab.arrive("second", turn, SHARES)
     cached = (len(tokens) + len(ANSWER)) // BLOCK * BLOCK
     assert lab.look(request) == cached
     assert lab.admit(request) == 0
@@ -60,19 +63,19 @@ def test_a_later_turn_goes_on_from_the_blend_and_from_the_answer(lab: Lab) -> No
 
 def test_a_template_may_write_other_tokens_after_the_header_when_the_answer_is_history(lab: Lab) -> None:
     """As Qwen3 without thinking: empty thoughts begin the answer, and are not in the history."""
-    first_turn(lab, [*chat(DOC_A, DOC_B), 60, 61])
+    first_turn(lab, [*chat(DOC_A, DOC_B), 60, 61], SHARES)
     lab.drop_backfills()
-    request = lab.arrive("second", later_turn(chat(DOC_A, DOC_B)))
+    request = lab.arrive("second", later_turn(chat(DOC_A, DOC_B)), SHARES)
     assert lab.look(request) == len(chat(DOC_A, DOC_B)) // BLOCK * BLOCK
     lab.finish(request)
 
 
 def test_new_documents_of_a_later_turn_are_blended_after_the_earlier_blocks(lab: Lab) -> None:
     tokens = chat(DOC_A, DOC_B)
-    first_turn(lab, tokens)
+    first_turn(lab, tokens, SHARES)
     lab.drop_backfills()
     turn = [*tokens, *ANSWER, *USER, 90, 91, *DOC_C, 90, 91, 81, *HEADER]
-    request = lab.arrive("second", turn)
+    request = lab.arrive("second", turn, SHARES)
     local = lab.look(request)
     assert local == (len(tokens) + len(ANSWER)) // BLOCK * BLOCK
     lab.admit(request)
@@ -81,13 +84,9 @@ def test_new_documents_of_a_later_turn_are_blended_after_the_earlier_blocks(lab:
     lab.compute(request, len(turn) - request.num_computed_tokens)
     lab.finish(request)
     lab.drop_backfills()
-    again = lab.arrive("third", [*turn, *ANSWER, *NEXT])
+    again = lab.arrive("third", [*turn, *ANSWER, *NEXT], SHARES)
     assert lab.look(again) == len(turn) // BLOCK * BLOCK
     lab.finish(again)
-    other = lab.arrive("another second turn", [*turn[:-4], 99, *HEADER])
-    first = len(tokens) + len(ANSWER) + 4
-    assert lab.look(other) == first // BLOCK * BLOCK, "its new document was blended for another question"
-    lab.finish(other)
 
 
 @pytest.mark.parametrize(
@@ -115,15 +114,17 @@ def large(make) -> Lab:
 
 
 def test_a_turn_that_the_engine_has_nearly_all_of_goes_on_without_a_look_at_its_documents(large: Lab) -> None:
-    turn = later_turn(chat(DOC_A, DOC_B))
-    request = large.arrive("second", turn)
+    turn = later_turn(chat(DOC_A, DOC_C))
+    large.serve("shared", chat(DOC_A, DOC_C), SHARES, output=[*ANSWER, 9])
+    large.drop_backfills()
+    request = large.arrive("second", turn, SHARES)
     state = state_of(large, request.request_id)
     assert (state.cached, state.documents, len(state.salts)) == (True, (), 1)
     cached = large.look(request)
     assert large.admit(request) == 0
     large.compute(request, len(turn) - cached)
     assert large.finish(request) == {"continued_tokens": cached - BLOCK}
-    assert (approximate(large), large.scheduler.counts["blends_continued"]) == (1, 1)
+    assert (approximate(large), large.scheduler.counts["blends_continued"]) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -152,9 +153,9 @@ def test_blocks_that_are_evicted_before_a_turn_is_scheduled_are_blended_again(la
     request = large.arrive("second", turn)
     assert state_of(large, request.request_id).cached
     large.forget_prefixes()
-    large.admit(request)
+    large.wait(lambda: large.admit(request))
     (job,) = large.step().loads
-    assert len(job.documents) > 1
+    assert (len(job.documents) > 1, job.copied) == (True, ())
     large.compute(request, len(turn) - request.num_computed_tokens)
     large.finish(request)
     assert approximate(large) == 2
@@ -206,10 +207,10 @@ def test_another_question_does_not_go_on_from_it(lab: Lab) -> None:
 def test_tenants_go_on_from_their_own_blends(lab: Lab) -> None:
     learn(lab, DOC_A, DOC_B, cache_salt="one")
     tokens = chat(DOC_A, DOC_B)
-    first_turn(lab, tokens, cache_salt="one")
+    first_turn(lab, tokens, SHARES, cache_salt="one")
     lab.drop_backfills()
-    own = lab.arrive("own", later_turn(tokens), cache_salt="one")
-    other = lab.arrive("other", later_turn(tokens), cache_salt="two")
+    own = lab.arrive("own", later_turn(tokens), SHARES, cache_salt="one")
+    other = lab.arrive("other", later_turn(tokens), SHARES, cache_salt="two")
     assert lab.look(own) > len(tokens)
     assert lab.look(other) == 0
     for request in (own, other):
@@ -218,14 +219,14 @@ def test_tenants_go_on_from_their_own_blends(lab: Lab) -> None:
 
 def test_a_turn_goes_on_from_the_blocks_that_are_left_and_blends_the_rest(lab: Lab) -> None:
     tokens = chat(DOC_A, DOC_B)
-    first_turn(lab, tokens)
+    first_turn(lab, tokens, SHARES)
     lab.drop_backfills()
-    request = lab.arrive("second", later_turn(tokens))
+    request = lab.arrive("second", later_turn(tokens), SHARES)
     kept = lab.look(request) // BLOCK // 2
     for block in lab.requests["first"].block_hashes[kept:]:
         lab.pool.cached.pop(block).block_hash = None
     lab.finish(request)
-    again = lab.arrive("third", later_turn(tokens))
+    again = lab.arrive("third", later_turn(tokens), SHARES)
     assert lab.look(again) == kept * BLOCK
     lab.admit(again)
     (job,) = lab.step().loads
@@ -285,6 +286,192 @@ def test_the_second_prompt_with_the_same_documents_in_one_order_is_computed(make
     request = lab.arrive("fifth", prompt(DOC_A, DOC_B, question=[70, 71]))
     assert lab.look(request) > len(DOC_A) + len(DOC_B)
     lab.finish(request)
+
+
+# -- revision ----------------------------------------------------------------------------------------------------------
+
+
+def asked(lab: Lab) -> tuple[list[int], int]:
+    """A conversation after its first turn, without idle time: the tokens of the second turn, and what is cached."""
+    tokens = chat(DOC_A, DOC_B)
+    first_turn(lab, tokens)
+    lab.drop_backfills()
+    return later_turn(tokens), (len(tokens) + len(ANSWER)) // BLOCK * BLOCK
+
+
+def job_for(lab: Lab, name: str, turn: list[int]):
+    request = lab.arrive(name, turn)
+    lab.wait(lambda: lab.admit(request))
+    (job,) = lab.step().loads
+    return request, job
+
+
+def ended(lab: Lab, request: Request) -> dict:
+    lab.load(request)
+    lab.compute(request, request.num_tokens - request.num_computed_tokens)
+    return lab.finish(request)
+
+
+@pytest.mark.parametrize("name", ["lab", "large"])
+def test_a_later_turn_revises_the_blend_in_copies_of_its_blocks(request, name) -> None:
+    lab = request.getfixturevalue(name)
+    turn, cached = asked(lab) if name == "lab" else (later_turn(chat(DOC_A, DOC_B)), 0)
+    cached = cached or (len(turn) - len(NEXT)) // BLOCK * BLOCK
+    lab.scheduler.counts.clear()
+    first = {block.block_id for block in lab.pool.blocks if block.block_hash is not None}
+    asking, job = job_for(lab, "second", turn)
+    assert (job.documents, job.copies, job.start, job.exact) == ((), (), BLOCK, BLOCK)
+    sources, targets = zip(*job.copied, strict=True)
+    assert len(sources) == cached // BLOCK - 1
+    assert set(sources) <= first
+    assert targets == job.tables[0][1 : cached // BLOCK]
+    assert set(targets).isdisjoint(sources), "requests that share the first turn's blocks do not see a change"
+    loose = [piece for piece in job.own if not piece.exact]
+    found = [turn[at] for piece in loose for at in range(piece.at, piece.stop)]
+    assert found == [*DOC_A, *DOC_B]
+    assert [piece.first for piece in loose] == [0, 8, 0, 8, 16], "positions in their own documents"
+    assert [piece.at for piece in job.own] == sorted(piece.at for piece in job.own)
+    assert max(piece.stop for piece in job.own) == cached, "what follows is computed"
+    assert job.policy == state_of(lab, "second").policy
+    assert turn[job.question :] == NEXT, "the questions before have been asked"
+    assert ended(lab, asking) == {"continued_tokens": cached - BLOCK}
+    assert lab.scheduler.counts["blends"] == lab.scheduler.counts["blends_continued"] == 1
+    lab.check()
+
+
+def test_each_turn_revises_the_blend_of_the_turn_before(lab: Lab) -> None:
+    turn, _ = asked(lab)
+    before: set[int] = set()
+    for number in range(3):
+        request, job = job_for(lab, f"turn {number}", turn)
+        sources = {source for source, _ in job.copied}
+        assert not before or sources <= before
+        before = {block for table in job.tables for block in table}
+        lab.load(request)
+        lab.decode(request, [*ANSWER, 9])
+        before |= set(lab.tables[request.request_id])
+        lab.finish(request)
+        lab.drop_backfills()
+        turn = later_turn(turn)
+    assert approximate(lab) == 4
+
+
+def test_a_retry_of_a_later_turn_shares_its_revision(lab: Lab) -> None:
+    turn, _ = asked(lab)
+    request, _ = job_for(lab, "second", turn)
+    ended(lab, request)
+    again = lab.arrive("again", turn)
+    assert lab.wait(lambda: lab.admit(again)) == 0
+    assert lab.look(again) == (len(turn) - 1) // BLOCK * BLOCK
+    lab.compute(again, len(turn) - again.num_computed_tokens)
+    lab.finish(again)
+    assert approximate(lab) == 2
+
+
+def test_a_step_of_a_beam_search_revises_nothing(lab: Lab) -> None:
+    tokens = chat(DOC_A, DOC_B)
+    first_turn(lab, tokens)
+    beam = lab.arrive("beam", [*tokens, *ANSWER, *range(700, 720)])
+    assert lab.look(beam) > len(tokens)
+    assert lab.admit(beam) == 0
+    lab.compute(beam, beam.num_tokens - beam.num_computed_tokens)
+    lab.finish(beam)
+
+
+def test_new_documents_of_a_later_turn_are_blended_with_the_revision(lab: Lab) -> None:
+    turn, cached = asked(lab)
+    turn = [*turn[: -len(NEXT)], *USER, 90, 91, *DOC_C, 90, 91, 81, *HEADER]
+    request, job = job_for(lab, "second", turn)
+    found = [turn[at] for piece in job.documents for at in range(piece.at, piece.stop)]
+    assert found == DOC_C
+    assert max(piece.stop for piece in job.own) == cached
+    assert job.question > job.documents[0].at
+    assert ended(lab, request)["continued_tokens"] == cached - job.own[0].at
+    lab.drop_backfills()
+    again, job = job_for(lab, "third", [*turn, *ANSWER, *NEXT])
+    found = [turn[at] for piece in job.own if not piece.exact for at in range(piece.at, piece.stop)]
+    assert found == [*DOC_A, *DOC_B, *DOC_C]
+    ended(lab, again)
+
+
+def test_a_turn_revises_the_blocks_that_are_left_and_blends_the_rest(lab: Lab) -> None:
+    turn, cached = asked(lab)
+    kept = cached // BLOCK // 2
+    for at in range(kept, cached // BLOCK):
+        lab.pool.cached.pop(lab.requests["first"].block_hashes[at]).block_hash = None
+    request, job = job_for(lab, "second", turn)
+    assert len(job.copied) == kept - 1
+    assert max(piece.stop for piece in job.own) == job.documents[0].at == kept * BLOCK
+    ended(lab, request)
+
+
+def test_without_free_blocks_for_copies_a_turn_shares_the_blocks(lab: Lab) -> None:
+    turn, cached = asked(lab)
+    held = lab.pool.get_new_blocks(lab.pool.get_num_free_blocks() - 2 * cached // BLOCK)
+    request = lab.arrive("second", turn)
+    assert lab.wait(lambda: lab.admit(request)) == 0
+    assert request.num_computed_tokens == cached
+    lab.compute(request, len(turn) - cached)
+    assert lab.finish(request)["continued_tokens"] == cached - BLOCK
+    lab.pool.free_blocks(held)
+    assert approximate(lab) == 1
+
+
+def test_blocks_that_are_evicted_while_the_engine_allocates_are_computed(lab: Lab, monkeypatch) -> None:
+    turn, _ = asked(lab)
+    monkeypatch.setattr(lab.scheduler, "_can_revise", lambda *_: True)
+    request = lab.arrive("second", turn)
+    local = lab.look(request)
+    tokens = lab.scheduler.claim(request, local)
+    for block in list(lab.pool.cached.values())[local // BLOCK :]:
+        lab.pool.cached.pop(block.block_hash, None)
+        block.block_hash = None
+    tables = lab.allocate(request, local, tokens)
+    request.num_computed_tokens = local + tokens
+    lab.loading.add(request.request_id)
+    lab.scheduler.allocated(request, tables, tokens)
+    lab.step()
+    assert request.num_computed_tokens == local
+    lab.compute(request, len(turn) - local)
+    assert lab.right(request, len(turn))
+    lab.finish(request)
+    lab.check()
+
+
+@pytest.mark.parametrize("event", ["abort", "failure"])
+def test_a_revision_that_ends_early_holds_no_blocks(lab: Lab, event: str) -> None:
+    turn, _ = asked(lab)
+    request = lab.arrive("second", turn)
+    lab.workers.held_back = True
+    lab.wait(lambda: lab.admit(request))
+    lab.step()
+    assert state_of(lab, "second").copied
+    if event == "abort":
+        request.aborted = True
+        lab.finish(request)
+        lab.workers.held_back = False
+        lab.step()
+    else:
+        lab.workers.held_back = False
+        monkey = lab.workers.load
+        lab.workers.load = lambda job: -1
+        lab.step()
+        lab.workers.load = monkey
+        lab.compute(request, len(turn) - request.num_computed_tokens)
+        lab.finish(request)
+    lab.check()
+
+
+def test_idle_steps_compute_only_the_last_turn_of_a_revised_conversation(lab: Lab) -> None:
+    tokens = chat(DOC_A, DOC_B)
+    first_turn(lab, tokens)
+    request, _ = job_for(lab, "second", later_turn(tokens))
+    ended(lab, request)
+    lab.settle()
+    assert lab.scheduler.numbers()["backfills"] == 1
+    plain = lab.arrive("plain", later_turn(tokens), {"blend": False})
+    assert lab.look(plain) >= len(tokens)
+    lab.finish(plain)
 
 
 # -- backfill ----------------------------------------------------------------------------------------------------------

@@ -281,8 +281,10 @@ class Workers:
                 for layer in range(LAYERS) if self.groups == 1 else [copy.group]:
                     self.pages[layer, block] = self.slab.part(copy.slot, layer)[i * PAGE : (i + 1) * PAGE]
         if isinstance(job, BlendJob):
-            reused = (piece.at for piece in job.documents if not piece.exact)
-            approximate = next(reused, len(job.tokens))
+            for source, target in job.copied:
+                self.pages[:, target] = self.pages[:, source]
+            reused = [piece.at for piece in (*job.documents, *job.own) if not piece.exact]
+            approximate = min(reused, default=len(job.tokens))
             for layer in range(LAYERS):
                 table = self.table(job, layer)
                 for i in range(job.exact // BLOCK, len(table)):

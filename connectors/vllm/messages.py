@@ -75,6 +75,8 @@ class BlendJob:
     question: int = 0  # position at which the question begins
     copies: tuple[PageCopy, ...] = ()
     documents: tuple[Piece, ...] = ()  # with their slots
+    own: tuple[Piece, ...] = ()  # tokens whose KV is in copied blocks
+    copied: tuple[tuple[int, int], ...] = ()  # blocks of the engine, and blocks of the request that get copies of them
     ready: bool = True  # All parts are already in their slots.
 
 

@@ -5,11 +5,18 @@ from dataclasses import dataclass, replace
 
 from lmc.blend.segments import Placement
 from lmc.keys import ChunkKey, RecordKind
+from lmc.storage.places import MEMORY
+
+OWN = "engine"  # the place of tokens that are in the engine's own KV cache, in blocks of another request
+AT_HAND = MEMORY | {OWN}  # places whose tokens can be used without a load from a slower tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece(Placement):
-    """Tokens of one stored chunk, and the positions of a prompt where they are used."""
+    """Tokens of one stored chunk, and the positions of a prompt where they are used.
+
+    With the place `OWN`, the tokens are not in a chunk, and the key means nothing.
+    """
 
     key: ChunkKey
     kind: RecordKind

@@ -13,10 +13,9 @@ from itertools import dropwhile, takewhile
 
 from lmc.blend.segments import Span
 from lmc.documents.known import KnownDocument
-from lmc.engine.pieces import Piece, trim, up_to_end
+from lmc.engine.pieces import AT_HAND, OWN, Piece, trim, up_to_end
 from lmc.keys import ChunkKey
 from lmc.storage.cost_model import BlendOffer, CostModel, LoadPolicy, Offer
-from lmc.storage.places import MEMORY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +55,7 @@ class Match:
 
     def usable(self, piece: Piece) -> bool:
         """Return whether a piece is stored in a tier that the request may load from."""
-        stored = piece.place in MEMORY if self.memory_only else piece.place is not None
+        stored = piece.place in AT_HAND if self.memory_only else piece.place is not None
         return stored and piece.key not in self.lost
 
 
@@ -79,6 +78,11 @@ class Plan:
         return self.exact + self.documents
 
     @property
+    def keys(self) -> list[ChunkKey]:
+        """The chunks of the pieces."""
+        return [piece.key for piece in self.pieces if piece.place != OWN]
+
+    @property
     def tokens(self) -> int:
         """Number of tokens that are loaded from the store."""
         return sum(piece.tokens for piece in self.pieces)
@@ -96,7 +100,7 @@ def make_plan(match: Match) -> Plan:
     pieces = _document_pieces(match)
     for piece in pieces:
         reach = max(match.local, _stop(exact))
-        if piece.exact and piece.at <= reach:
+        if piece.exact and piece.place != OWN and piece.at <= reach:
             exact += trim([piece], reach, match.exact_stop)
     reach = max(match.local, _stop(exact))
     documents = trim(pieces, reach, match.prompt - 1)
@@ -179,8 +183,8 @@ def _offer(plan: Plan, size_of: Callable[[Piece], int]) -> Offer:
     """
     return Offer(
         records=_records(plan, size_of),
-        exact=sum(piece.tokens for piece in dropwhile(lambda piece: piece.place in MEMORY, plan.exact)),
-        reused=sum(piece.tokens for piece in plan.documents if piece.place not in MEMORY),
+        exact=sum(piece.tokens for piece in dropwhile(lambda piece: piece.place in AT_HAND, plan.exact)),
+        reused=sum(piece.tokens for piece in plan.documents if piece.place not in AT_HAND),
         ratio=plan.match.ratio,
         prompt=plan.match.prompt,
     )
@@ -188,7 +192,7 @@ def _offer(plan: Plan, size_of: Callable[[Piece], int]) -> Offer:
 
 def _records(plan: Plan, size_of: Callable[[Piece], int]) -> list[tuple[str, int]]:
     """Return the tier and the size of each record that a plan loads, once."""
-    away = {piece.key: piece for piece in plan.pieces if piece.place not in MEMORY}
+    away = {piece.key: piece for piece in plan.pieces if piece.place not in AT_HAND}
     return [(str(piece.place), size_of(piece)) for piece in away.values()]
 
 

@@ -1,6 +1,7 @@
 """Conversations in a real engine: later turns go on from a blend, at any ratio, and are exact after idle steps."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from amount import mostly_long
@@ -8,6 +9,7 @@ from lab import BLOCK, PROMPT, agree, answer, facts, words
 from stepping import Steps
 
 from lmc.blend.markers import Markers
+from lmc.connectors.vllm.scheduler import jobs, scheduler
 
 HEADER = (1001, 1002, 1003)  # what the chat template of these conversations writes before an answer
 TOKENS = [*PROMPT.tokens, *HEADER]
@@ -50,6 +52,59 @@ def test_turns_that_go_on_from_a_blend_that_repairs_everything_are_exact(lab, st
     assert [agree(out, one) for (_, out), one in zip(asked, wanted, strict=True)] == [True] * 4
 
 
+@pytest.fixture
+def revise(lab, monkeypatch):
+    """A function to revise blends with a ratio, also where every token was repaired."""
+
+    def revise(ratio):
+        if lab.lmc._groups.windowed:
+            pytest.skip("layers with a window have only their last blocks in the cache")
+
+        def job_of(*given, **named):
+            job = jobs.job_of(*given, **named)
+            return replace(job, policy=replace(job.policy, ratio=ratio)) if job.own else job
+
+        monkeypatch.setattr(scheduler, "depends_on_question", lambda policy: True)
+        monkeypatch.setattr(scheduler, "job_of", job_of)
+
+    return revise
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.1])
+def test_turns_that_revise_an_exact_blend_are_exact(lab, revise, ratio):
+    """They compute copies of its blocks again, or leave them as they are."""
+    revise(ratio)
+    turns, tokens, blends = [], TOKENS, lab.numbers.get("blends", 0)
+    for turn in range(4):
+        out = lab.ask(tokens, wish(1.0), 40)
+        without_idle_time(lab)
+        turns.append((tokens, out))
+        tokens = later(tokens, answer(out), turn)
+    assert lab.numbers["blends"] == blends + 4
+    for tokens, out in turns[1:]:
+        assert facts(out)["continued_tokens"] > 600
+        assert facts(out)["charged_budget"] == pytest.approx(ratio, abs=0.1)
+        assert out.num_cached_tokens > len(tokens) - 100
+    assert [agree(out, lab.vanilla(tokens, 40)) for tokens, out in turns] == [True] * 4
+
+
+def test_a_turn_that_revises_changes_nothing_for_others(lab, revise):
+    """Not for a retry of the first turn, nor for plain requests."""
+    revise(0.15)
+    out = lab.ask(TOKENS, wish(), 40)
+    without_idle_time(lab)
+    tokens = later(TOKENS, answer(out))
+    second = lab.ask(tokens, wish(), 40)
+    assert facts(second)["continued_tokens"] > 600
+    without_idle_time(lab)
+    again = lab.ask(TOKENS, wish(), 40)
+    assert agree(again, out), "its blocks are as they were"
+    assert again.num_cached_tokens >= len(TOKENS) - BLOCK
+    assert agree(lab.ask(tokens, wish(), 40), second), "and a retry of the second turn shares the revision"
+    for prompt in (TOKENS, tokens):
+        assert agree(lab.ask(prompt, {"blend": False}), lab.vanilla(prompt))
+
+
 @pytest.mark.parametrize("change", [{"salt": "other"}, {"lmc": {"blend": False}}, {"lmc": {"ratio": 0.5}}])
 def test_later_turns_of_others_do_not_go_on_from_it(lab, change):
     out = lab.ask(TOKENS, wish(), 40)
@@ -77,7 +132,13 @@ def test_after_idle_steps_a_later_turn_is_what_it_would_be_without_lmc(lab):
     assert agree(plain, wanted)
 
 
-def test_a_turn_goes_on_where_half_of_the_blocks_were_evicted(lab):
+WAYS = pytest.mark.parametrize("revises", [False, True], ids=["shares", "revises"])
+
+
+@WAYS
+def test_a_turn_goes_on_where_half_of_the_blocks_were_evicted(lab, revise, revises):
+    if revises:
+        revise(1.0)
     out = lab.ask(TOKENS, wish(1.0), 40)
     without_idle_time(lab)
     tokens = later(TOKENS, answer(out))
@@ -91,8 +152,11 @@ def test_a_turn_goes_on_where_half_of_the_blocks_were_evicted(lab):
     assert agree(found, lab.vanilla(tokens))
 
 
+@WAYS
 @pytest.mark.parametrize("event", ["preempt", "abort"])
-def test_a_later_turn_that_is_preempted_or_aborted_holds_nothing_and_is_right(lab, event):
+def test_a_later_turn_that_is_preempted_or_aborted_holds_nothing_and_is_right(lab, revise, revises, event):
+    if revises:
+        revise(1.0)
     out = lab.ask(TOKENS, wish(1.0), 40)
     without_idle_time(lab)
     tokens, steps = later(TOKENS, answer(out)), Steps(lab)

@@ -59,7 +59,7 @@ class Backfill:
         # Number of blocks that stay free for a prompt.
         self._spare = self._groups.count * self._groups.blocks(setup.batch_tokens)
         self._pending, self._caches_prefixes = pending, setup.caches_prefixes
-        self._waiting: OrderedDict[Salt, tuple[Any, Salts]] = OrderedDict()  # requests by their first salt
+        self._waiting: OrderedDict[Salt, tuple[Any, Salts]] = OrderedDict()  # requests by their conversation
         self._under_way: IdleJob | None = None
         self._blends = self._follow_ups = 0.0
         self.done = 0  # number of requests that were computed exactly
@@ -78,11 +78,10 @@ class Backfill:
         """Count a prompt that continues an earlier blend, or asks something else about its documents."""
         self._follow_ups += 1
 
-    def add(self, request: Any, salts: Salts) -> None:
+    def add(self, request: Any, salts: Salts, conversation: Salt) -> None:
         """Queue an ended request, whose block hashes depend on `salts`.
 
-        It replaces an earlier turn of the same conversation, which has the same first salt. Without the engine's prefix
-        cache, nothing is queued.
+        It replaces an earlier turn of the same conversation. Without the engine's prefix cache, nothing is queued.
         """
         if not self._caches_prefixes:
             return
@@ -91,8 +90,8 @@ class Backfill:
             self._blends, self._follow_ups = self._blends / 2, self._follow_ups / 2
         if self._blends > TRIALS and self._follow_ups < self._blends * WORTHWHILE:
             return
-        self._waiting.pop(salts[0], None)
-        self._waiting[salts[0]] = request, salts
+        self._waiting.pop(conversation, None)
+        self._waiting[conversation] = request, salts
         if len(self._waiting) > MAX_WAITING:
             self._waiting.popitem(last=False)
 

@@ -11,11 +11,11 @@ from lmc.blend.strategies import NEEDS_QUESTION
 from lmc.connectors.vllm.scheduler.request_state import RequestState, Role
 from lmc.connectors.vllm.start import Setup
 from lmc.engine import Match, Plan
+from lmc.engine.pieces import AT_HAND
 from lmc.engine.planner import make_plan
 from lmc.keys import ChunkKey
 from lmc.storage.contract import PinState
 from lmc.storage.memory.slab import LOST
-from lmc.storage.places import MEMORY
 
 DEADLINES = 10  # A load may take this many deadlines if a part arrives within each of them.
 
@@ -33,6 +33,8 @@ class Claims:
             hashes = hashes[: (state.request.num_tokens - 1) // size]
         chain = self._engine.block_chain(hashes, size)
         match = self._engine.look(self.usable(state, local), chain, state.elsewhere)
+        if state.revision is not None:
+            match = state.revision.match(match)
         if state.elsewhere is None:
             shared = self._engine.store.shared_places
             state.elsewhere = {piece.key: str(piece.place) for piece in match.pieces if piece.place in shared}
@@ -68,7 +70,7 @@ class Claims:
         state.unknown, state.skipped, state.memory_only = plan.unknown, plan.skipped, plan.match.memory_only
         state.refused, state.weighed = plan.match.refused, local
         state.add_note(plan.note)
-        away = list(dict.fromkeys(piece.key for piece in plan.pieces if piece.place not in MEMORY))
+        away = list(dict.fromkeys(piece.key for piece in plan.pieces if piece.place not in AT_HAND))
         room = self._engine.store.slots // 2 - self._engine.store.held()
         self._pin(state, away[: max(0, room)])
 
@@ -82,7 +84,7 @@ class Claims:
         match, late, missing = self.look(state, local), self.is_late(state), frozenset[ChunkKey]()
         while True:
             plan = make_plan(replace(match, memory_only=state.memory_only or late, lost=missing.union(state.lost)))
-            wanted = [piece.key for piece in plan.pieces]
+            wanted = plan.keys
             missing |= self._pin(state, [key for key in wanted if key not in state.pins])
             if not self._give_up(state, PinState.LOST) and missing.isdisjoint(wanted):
                 break
@@ -94,7 +96,7 @@ class Claims:
             if weighed is not plan:
                 state.refused, state.skipped = weighed.match.refused, state.skipped + weighed.skipped
                 state.add_note(state.refused)
-                plan, wanted = weighed, [piece.key for piece in weighed.pieces]
+                plan, wanted = weighed, weighed.keys
         state.unknown = plan.unknown
         self._release(state, state.pins.keys() - set(wanted))
         return plan

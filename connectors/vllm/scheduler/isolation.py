@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmc.blend.segments import Span
+from lmc.blend.segments import Placement, Span
 from lmc.blend.strategies import NEEDS_QUESTION, RecomputePolicy
 from lmc.engine import Piece
 
@@ -52,8 +52,9 @@ class OwnBlend:
 
     request: str  # the engine's id of the request
     policy: RecomputePolicy
-    pieces: tuple[Span, ...]  # where its approximate tokens are
+    pieces: tuple[Placement, ...]  # its approximate tokens
     salts: Salts
+    origin: Salt  # the first salt of the first blend of the conversation
     block: bytes  # the exact hash of the last full block among the tokens on which the blend depends
     rest: tuple[int, ...]  # the tokens between `block` and `end`
     end: int  # The blend depends on the tokens before this position.
@@ -63,7 +64,7 @@ class OwnBlend:
     @property
     def first(self) -> int:
         """The position of the first approximate token."""
-        return self.pieces[0].start
+        return self.pieces[0].at
 
 
 class OwnBlends:
@@ -91,8 +92,12 @@ class OwnBlends:
         policy: RecomputePolicy,
         salts: Salts,
         by_separators: bool,
+        origin: Salt | None = None,
     ) -> None:
-        """Add a blend that depends on the tokens before `end`. `hashes` are the exact hashes of the prompt's blocks."""
+        """Add a blend that depends on the tokens before `end`. `hashes` are the exact hashes of the prompt's blocks.
+
+        `origin` is that of the blend that this one continues, or None.
+        """
         full = min(end // self._block_size, len(hashes))
         if not full:
             return
@@ -100,8 +105,9 @@ class OwnBlends:
         blend = OwnBlend(
             request=request,
             policy=policy,
-            pieces=tuple(Span(piece.at, piece.stop) for piece in reused),
+            pieces=tuple(Placement(at=piece.at, tokens=piece.tokens, first=piece.first) for piece in reused),
             salts=salts,
+            origin=origin or salts[0],
             block=hashes[full - 1],
             rest=tuple(prompt[full * self._block_size : end]),
             end=end,
@@ -180,6 +186,8 @@ class OwnBlends:
         self.changes += 1
 
 
-def _are_inside(pieces: Sequence[Span], documents: Sequence[Span]) -> bool:
+def _are_inside(pieces: Sequence[Placement], documents: Sequence[Span]) -> bool:
     """Return whether each piece lies inside a document."""
-    return all(any(span.start <= piece.start and piece.stop <= span.stop for span in documents) for piece in pieces)
+    return all(
+        any(span.start <= piece.at and piece.at + piece.tokens <= span.stop for span in documents) for piece in pieces
+    )

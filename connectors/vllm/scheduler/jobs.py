@@ -8,6 +8,7 @@ from lmc.blend.strategies import NEEDS_QUESTION
 from lmc.connectors.vllm.messages import BlendJob, LoadJob, PageCopy, passed_blocks
 from lmc.connectors.vllm.scheduler.request_state import RequestState
 from lmc.engine import Piece, Plan
+from lmc.engine.pieces import OWN
 from lmc.keys import ChunkKey, RecordKind
 from lmc.storage.contract import Pin
 
@@ -21,8 +22,10 @@ def job_of(
     if not is_blend(plan):
         return LoadJob(request=state.id, copies=copies, ready=ready)
     documents = [(piece, state.pins[piece.key]) for piece in plan.pieces if piece.kind is RecordKind.DOCUMENT]
-    assert state.policy is not None
-    length = plan.stop if state.policy.strategy in NEEDS_QUESTION else min(plan.stop, request.num_prompt_tokens)
+    policy, revision = state.policy, state.revision
+    assert policy is not None
+    first = revision.first_block(local) if revision else 0
+    length = plan.stop if policy.strategy in NEEDS_QUESTION else min(plan.stop, request.num_prompt_tokens)
     return BlendJob(
         request=state.id,
         tokens=tuple(request.prompt_token_ids[:length]),
@@ -33,14 +36,21 @@ def job_of(
         question=min(state.question, length),
         copies=copies,
         documents=tuple(replace(piece, slot=pin.slot, tag=pin.tag) for piece, pin in documents),
+        own=own_pieces(plan),
+        copied=tuple((block.block_id, new) for block, new in zip(state.copied, tables[0][first:], strict=False)),
         ready=ready,
-        policy=state.policy,
+        policy=policy,
     )
 
 
 def is_blend(plan: Plan) -> bool:
-    """Return whether workers place documents for a plan, and do not only copy pages."""
-    return any(piece.kind is RecordKind.DOCUMENT for piece in plan.pieces)
+    """Return whether workers place or recompute documents for a plan, and do not only copy pages."""
+    return bool(plan.documents) or any(piece.kind is RecordKind.DOCUMENT for piece in plan.exact)
+
+
+def own_pieces(plan: Plan) -> tuple[Piece, ...]:
+    """Return the pieces of a plan that are in blocks of an earlier blend."""
+    return tuple(piece for piece in plan.documents if piece.place == OWN)
 
 
 def end_of_pages(plan: Plan) -> int:
@@ -68,5 +78,6 @@ def sources_of(pieces: Sequence[Piece], pins: Mapping[ChunkKey, Pin]) -> Counter
     """Return how many tokens come from each tier."""
     sources: Counter[str] = Counter()
     for piece in pieces:
-        sources[pins[piece.key].place] += piece.tokens
+        if piece.place != OWN:
+            sources[pins[piece.key].place] += piece.tokens
     return sources

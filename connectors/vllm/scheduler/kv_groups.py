@@ -143,6 +143,19 @@ class KVGroups:
             whole[group][at] = block.block_id
         return Borrowed(tuple(map(tuple, whole)), [*borrowed, *new])
 
+    def hold(self, hashes: Sequence[bytes]) -> list[Any] | None:
+        """Hold the blocks that the only group has cached under these hashes; return None if one has been evicted."""
+        found = [self.pool.get_cached_block(one, self.all) for one in hashes]
+        if not all(found):
+            return None
+        blocks = [block for (block,) in found]
+        self.pool.touch(blocks)
+        return blocks
+
+    def let_go(self, blocks: Sequence[Any]) -> None:
+        """Stop holding blocks."""
+        self._give_back(blocks)
+
     def give_back(self, borrowed: Borrowed, request: Any, stop: int) -> None:
         """Return the blocks that were borrowed for a request.
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from lmc.blend.segments import Span
 from lmc.blend.strategies import RecomputePolicy
-from lmc.connectors.vllm.scheduler.isolation import Salts
+from lmc.connectors.vllm.scheduler.isolation import Salt, Salts
 from lmc.connectors.vllm.scheduler.kv_groups import Borrowed
 from lmc.connectors.vllm.scheduler.request_options import Options
+from lmc.connectors.vllm.scheduler.revision import Revision
 from lmc.engine import DocumentMatch, Plan, Unlearned
 from lmc.keys import ChunkKey
 from lmc.storage.contract import Pin
@@ -60,6 +61,9 @@ class RequestState:
     exact_hashes: Sequence[bytes] = ()  # hashes of the prompt's blocks when the request arrived
     stored_exactly: int = 0  # number of leading tokens that were stored exactly when the request arrived
     salts: Salts = ()  # salts on which the block hashes depend
+    origin: Salt | None = None  # as in `OwnBlend`, if the request continues a blend
+    revision: Revision | None = None  # the blend that is revised for this request's question
+    copied: Sequence[Any] = ()  # blocks that are held while workers copy them
     searched: int = -1  # `OwnBlends.changes` at the last search for a blend to continue
     scheduled: bool = False  # The engine has computed tokens of the request.
     follows: bool = False  # The request continues an earlier blend, or asks something else about its documents.
@@ -133,7 +137,8 @@ class RequestState:
         """The mode in which the request was served, for operators and metrics."""
         if self.role is Role.LEARN:
             return "learn"
-        if self.approximate is not None and self.sources:  # Without sources, the engine has cached its own blend.
+        # A request that continues from the engine's own blend has neither.
+        if self.approximate is not None and (self.sources or self.blended):
             return "blend"
         return "exact" if self.exact_tokens else "full"
 

@@ -22,19 +22,22 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from lmc.blend.segments import last_question
 from lmc.blend.strategies import NEEDS_QUESTION
+from lmc.blend.turn_headers import occurrences
 from lmc.connectors.vllm.messages import BLEND_SHARE, StepPlan, StepReport
 from lmc.connectors.vllm.scheduler.backfill import Backfill
 from lmc.connectors.vllm.scheduler.claims import Claims
 from lmc.connectors.vllm.scheduler.idle import REST_SECONDS
-from lmc.connectors.vllm.scheduler.isolation import OwnBlends, salt_of, set_salts
-from lmc.connectors.vllm.scheduler.jobs import end_of_pages, is_blend, job_of, sources_of
+from lmc.connectors.vllm.scheduler.isolation import OwnBlend, OwnBlends, salt_of, set_salts
+from lmc.connectors.vllm.scheduler.jobs import end_of_pages, is_blend, job_of, own_pieces, sources_of
 from lmc.connectors.vllm.scheduler.kv_events import KVEvents
 from lmc.connectors.vllm.scheduler.kv_groups import KVGroups
 from lmc.connectors.vllm.scheduler.pending import PendingTransfers
 from lmc.connectors.vllm.scheduler.prefill_pace import PrefillPace
 from lmc.connectors.vllm.scheduler.repeated import RepeatedTexts
 from lmc.connectors.vllm.scheduler.request_state import RequestState, Role
+from lmc.connectors.vllm.scheduler.revision import Revision, depends_on_question
 from lmc.connectors.vllm.scheduler.roles import Roles
 from lmc.connectors.vllm.scheduler.save_queue import SaveQueue
 from lmc.connectors.vllm.start import Setup
@@ -128,6 +131,8 @@ class Scheduler:
             state.stored_exactly = stored
             if not self._continue_own_blend(state, max(stored, self._cached(request))):
                 state.refused = REPEATED if self._repeats_blend(state) and self._weighs_blends else ""
+            elif state.revision is not None:
+                match = self._claims.look(state)
         self._claims.prefetch(state, match, self._cached(request))
         if state.memory_only and state.skipped:
             self.counts["loads_skipped"] += 1
@@ -140,7 +145,10 @@ class Scheduler:
         if state.role is Role.LEARN and not self._has_learned(state):
             return None
         state.decodes = False  # A request that decoded before was preempted.
-        if state.cached:
+        if state.revision is not None and not self._can_revise(state, state.revision, local):
+            self._share_blocks(state, state.revision)
+            return None
+        if state.cached and state.revision is None:
             if local > request.num_tokens - self._few:
                 self._note_cached(state, local)
                 return 0
@@ -163,6 +171,8 @@ class Scheduler:
             state.claim = self._claims.make(state, local)
         plan, request = state.claim, state.request
         if plan is not None:
+            if not own_pieces(plan):  # To compute everything exactly is expected to be faster.
+                state.revision = None
             tokens = request.num_tokens - plan.stop
             state.is_long = tokens * BLEND_SHARE >= self._setup.batch_tokens and not request.num_preemptions
             if state.is_long and self._waits_its_turn(state, local):
@@ -243,6 +253,12 @@ class Scheduler:
                 self.fail_load(state.id, tables)
                 return
             tables = state.borrowed.tables
+        if state.revision is not None:
+            held = self._groups.hold(state.revision.blocks_after(local))
+            if held is None:
+                self.fail_load(state.id, tables)
+                return
+            state.copied, state.continued = held, sum(piece.tokens for piece in own_pieces(plan))
         self._claims.wait_from_now(state)
         state.sources = sources_of(plan.pieces, state.pins)
         if request.prefill_stats and not request.num_preemptions:
@@ -257,6 +273,7 @@ class Scheduler:
             if ready:
                 self._blending[state.id] = state
         self._next.loads.append(job_of(state, plan, tables, self._block_size, ready=ready))
+        state.revision = None
         if state.role is not Role.LEARN:
             self.counts["blends" if plan.approximate else "loads"] += 1
             self._repeated.reused(state, plan)
@@ -267,7 +284,8 @@ class Scheduler:
         """Return how many of `tokens` loaded tokens come from each tier; "computed" counts what a blend computes."""
         state = self._states.get(request.request_id)
         found = dict(state.sources) if state else {}
-        found["computed"] = tokens - sum(found.values())
+        own = state.continued if state and state.copied else 0
+        found["computed"] = tokens - sum(found.values()) - own
         return {place: count for place, count in found.items() if count > 0}
 
     def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> dict[str, object] | None:
@@ -283,7 +301,7 @@ class Scheduler:
             self._saves.save_tail(state, tables)
             aborted = request.status.name == "FINISHED_ABORTED"
             if state.salts and request.num_computed_tokens and not (aborted or self.off):
-                self._backfill.add(request, state.salts)
+                self._backfill.add(request, state.salts, state.origin or state.salts[0])
             self._forget(state)
         if state.role is Role.BLEND and request.num_computed_tokens:
             documents, unknown = [one for one in state.documents if one.learnable or one.known], set(state.unknown)
@@ -394,6 +412,7 @@ class Scheduler:
         if state is not None:
             state.role, state.given_up, state.learns = Role.EXACT, True, False
             state.approximate, state.documents, state.unknown, state.queued = 0, (), (), ()
+            state.revision = None
             self._own_blends.forget(request, state.salt)
             self._claims.release(state)
 
@@ -432,6 +451,9 @@ class Scheduler:
         for request in received:
             self._blending.pop(request, None)
             state = self._states.get(request)
+            if state is not None and state.copied:
+                held, state.copied = state.copied, ()
+                self._groups.let_go(held)
             if state is None or state.borrowed is None:
                 continue
             borrowed, state.borrowed = state.borrowed, None
@@ -663,15 +685,15 @@ class Scheduler:
         cached = exact
         if exact:
             self._repeats_blend(state)
-        elif self._continue_own_blend(state, 0, by_separators=True) and state.salts:
-            cached = self._cached(request)
+        elif self._continue_own_blend(state, 0, by_separators=True):
+            cached = state.revision.stop if state.revision else self._cached(request) if state.salts else 0
         # A document lies between two separators, so one separator after the cached tokens ends a cached document.
-        before = state.blended_before if state.salts else cached
+        before = state.blended_before if state.salts or state.revision else cached
         if cached > known and self._roles.separators_after(state, before) <= 1:
             return True
         set_salts(request, (), replacing=state.salts)
         state.role, state.salts, state.exact_hashes = Role.EXACT, (), ()
-        state.approximate, state.searched = None, -1
+        state.approximate, state.searched, state.origin, state.revision = None, -1, None, None
         return False
 
     def _repeats_blend(self, state: RequestState) -> bool:
@@ -688,7 +710,9 @@ class Scheduler:
 
         In both cases the engine asks again in its next step, and then finds the blocks of that blend.
         """
-        if state.role is not Role.BLEND or state.salts or state.searched == self._own_blends.changes:
+        if state.role is not Role.BLEND or state.salts or state.revision:
+            return False
+        if state.searched == self._own_blends.changes:
             return False
         waits = self._continue_own_blend(state, max(state.stored_exactly, local))
         if waits:
@@ -696,10 +720,11 @@ class Scheduler:
         return waits
 
     def _continue_own_blend(self, state: RequestState, exact: int, *, by_separators: bool = False) -> bool:
-        """Salt the hashes of a request so that it continues an earlier blend of the engine.
+        """Continue an earlier blend of the engine, or revise it if the request asks another question.
 
-        The hashes are salted only if the engine has more tokens of that blend than the `exact` tokens that are cached
-        or stored otherwise. Returns true if the hashes are salted, or if the request must wait for a blend under way.
+        To continue, the hashes of the request are salted as those of the blend. Both are done only if the engine has
+        more tokens of the blend than the `exact` tokens that are cached or stored otherwise. Returns true if the
+        request continues or revises a blend, or must wait for one that is under way.
         """
         request, policy = state.request, state.policy
         assert policy is not None
@@ -718,12 +743,55 @@ class Scheduler:
             if first is not None and not first.scheduled and first is not state:
                 return True
             set_salts(request, blend.salts)
-            if self._cached(request) > max(exact, blend.first):
-                state.salts, state.approximate, state.blended_before = blend.salts, blend.first, blend.end
+            if (cached := self._cached(request)) > max(exact, blend.first):
+                state.origin, state.blended_before = blend.origin, blend.end
+                if self._asks_another_question(state, blend):
+                    hashes = request.block_hashes[: cached // self._block_size]
+                    set_salts(request, (), replacing=blend.salts)
+                    state.revision = Revision(blend=blend, hashes=hashes, block_size=self._block_size)
+                    state.question = max(state.question, cached, self._last_question(state, blend))
+                else:
+                    state.salts, state.approximate = blend.salts, blend.first
                 return True
             set_salts(request, (), replacing=blend.salts)
         state.searched = self._own_blends.changes
         return False
+
+    def _asks_another_question(self, state: RequestState, blend: OwnBlend) -> bool:
+        """Return whether a request continues a blend with another question, which the blend is revised for.
+
+        A retry or a step of a beam search continues the same answer, without the header of another one.
+        """
+        if self._groups.windows != (0,) or not depends_on_question(blend.policy):
+            return False
+        headers = self._setup.markers.answers if self._setup.markers else ()
+        return next(iter(occurrences(state.request.prompt_token_ids[blend.end :], headers)), None) is not None
+
+    def _last_question(self, state: RequestState, blend: OwnBlend) -> int:
+        """Return where the question begins with which a request continues a blend; 0 if it is unknown.
+
+        Earlier questions must not score tokens, because the blend has recomputed those to which they attend.
+        """
+        if self._setup.markers is None:
+            return 0
+        start = max(0, blend.end - max(map(len, self._setup.markers.answers), default=0))
+        found = last_question(state.request.prompt_token_ids[start:], self._setup.markers)
+        return start + found if found else 0
+
+    def _can_revise(self, state: RequestState, revision: Revision, local: int) -> bool:
+        """Return whether the engine still has the blocks to copy, and enough free blocks for the copies."""
+        blocks = [self._pool.get_cached_block(one, self._groups.all) for one in revision.blocks_after(local)]
+        if not blocks or not all(blocks):
+            return False
+        unused = [block.ref_cnt for (block,) in blocks].count(0)
+        need = self._groups.kept(state.request.num_tokens) - local // self._block_size
+        return need + unused <= int(self._pool.get_num_free_blocks())
+
+    def _share_blocks(self, state: RequestState, revision: Revision) -> None:
+        """Continue from the blocks of an earlier blend themselves, instead of from copies of them."""
+        self._claims.release(state)
+        set_salts(state.request, revision.blend.salts)
+        state.salts, state.approximate, state.revision = revision.blend.salts, revision.blend.first, None
 
     def _isolate(self, state: RequestState, plan: Plan) -> None:
         """Salt the hashes of a blended request, and record the blend for requests that continue it."""
@@ -746,6 +814,7 @@ class Scheduler:
             policy=policy,
             salts=salts,
             by_separators=state.options is not None and state.options.documents is None,
+            origin=state.origin,
         )
 
     def _end_of_question(self, state: RequestState) -> int:

@@ -37,12 +37,13 @@ def make_room(size: int, device: torch.device, work: str) -> None:
 def memory_for(layers: NativeLayers, job: BlendJob) -> int:
     """Return about how many bytes a blend needs, in addition to the memory of a layer for a batch of rows."""
     shape, tokens = layers.shape, len(job.tokens)
-    stored = sum(piece.tokens for piece in job.documents)
+    placed = (*job.documents, *job.own)
+    stored = sum(piece.tokens for piece in placed)
     row_bytes = shape.token_bytes // shape.dtype.itemsize * layers.computes.itemsize
     staged = (SIDES + 1) * stored * row_bytes  # the parts of two layers, and the corrected part of one layer
     # For each document: the similarities of its examples, the inverse of this matrix, and the mean key.
     of_document = 2 * MOST_EXAMPLES**2 + shape.kv_heads * shape.head_dim
-    weights = (stored * MOST_EXAMPLES + len(job.documents) * of_document) * torch.float32.itemsize
+    weights = (stored * MOST_EXAMPLES + len(placed) * of_document) * torch.float32.itemsize
     scores = layers.depth * tokens * torch.float32.itemsize
     # For each RoPE: cos and sin of the rotations that place documents, and that move keys to position 0 and back.
     rotations = {attention.rotation for attention in layers.attentions}

@@ -47,7 +47,7 @@ from lmc.connectors.vllm.worker.rank_slab import RankSlab
 from lmc.connectors.vllm.worker.selftest import prove_model, run_full_batch
 from lmc.connectors.vllm.worker.streams import LayerLoads, Streams, divided, seconds_of
 from lmc.connectors.vllm.worker.work import Cost, Work
-from lmc.copies import Addresses
+from lmc.copies import Addresses, sent
 from lmc.engine import Piece
 from lmc.errors import ChunkLost, NoMemory, StorageError, UnsupportedModel
 from lmc.keys import chunk_bounds
@@ -389,17 +389,22 @@ class Worker:
         self._check(job.copies)
 
     def _page_loads(self, job: LoadJob | BlendJob) -> LayerLoads:
+        """Return the loads of a job's exact pages, and the copies of the engine's own blocks."""
         by_group: dict[int, list[PageCopy]] = defaultdict(list)
         for copy in job.copies:
             by_group[copy.group].append(copy)
+        own = job.copied if isinstance(job, BlendJob) else ()
+        copied = [sent(torch.tensor(blocks), self._device) for blocks in zip(*own, strict=True)]
 
         def load(layer: int) -> None:
             copies = by_group[self._pages.group_of[layer]]
             parts = self._parts_of([one.slot for one in copies], layer)
             moves = [Move(one.blocks, part, one.first) for one, part in zip(copies, parts, strict=True)]
             self._pages.load_all(layer, moves)
+            if copied:
+                self._pages.duplicate(layer, *copied)
 
-        most = max((len(_blocks(copies)) for copies in by_group.values()), default=0)
+        most = max([len(own), *(len(_blocks(copies)) for copies in by_group.values())])
         return LayerLoads(load, most * self._block_size // COPY_COST + 1, self._streams)
 
     def _blend(self, job: BlendJob) -> Generator[Cost, None, None]:
@@ -409,9 +414,9 @@ class Worker:
         def arrived(layer: int) -> bool:
             return job.ready or self._has_arrived(job.request, copies, layer)
 
-        loads = self._page_loads(job) if job.copies else None
+        loads = self._page_loads(job) if job.copies or job.copied else None
         canvas = PagedCanvas(self._layers, job, self._rows, self, arrived, loads, self._streams.load)
-        length, pieces = len(job.tokens), job.documents
+        length, pieces = len(job.tokens), sorted((*job.documents, *job.own), key=lambda piece: piece.at)
         blend_input = BlendInput(
             length=length, stop=job.stop, question=job.question, placements=pieces, start=job.exact
         )
