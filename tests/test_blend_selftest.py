@@ -1,0 +1,39 @@
+"""What the self-test allows: an error of lmc's is found, and a model is not refused for its own noise."""
+
+import pytest
+import torch
+
+from lmc.blend.selftest import check
+from lmc.errors import UnsupportedModel
+
+
+@pytest.mark.parametrize(
+    ("difference", "noise", "dtype"),
+    [
+        (0.02, 0.0, torch.bfloat16),  # one rounding
+        (0.09, 0.012, torch.bfloat16),
+        (0.17, 0.06, torch.bfloat16),  # an 8B model of 32 layers, two prefills of which differ by as much
+        (0.45, 0.2, torch.bfloat16),
+        (0.25, 0.0, torch.float8_e5m2),
+    ],
+)
+def test_the_models_own_noise_is_allowed(difference: float, noise: float, dtype: torch.dtype) -> None:
+    check("layers", difference, noise, dtype)
+
+
+@pytest.mark.parametrize(
+    ("difference", "noise", "dtype"),
+    [
+        (0.001, 0.0, torch.float32),
+        (0.11, 0.012, torch.bfloat16),
+        (0.19, 0.06, torch.bfloat16),
+        (0.6, 0.3, torch.bfloat16),
+        (1.0, 10.0, torch.bfloat16),
+        (float("nan"), 0.06, torch.bfloat16),
+    ],
+)
+def test_a_difference_that_noise_does_not_explain_is_refused(
+    difference: float, noise: float, dtype: torch.dtype
+) -> None:
+    with pytest.raises(UnsupportedModel, match=r"the self-test failed: .*; the limit is .*, and two prefills"):
+        check("layers", difference, noise, dtype)
