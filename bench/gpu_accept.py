@@ -43,6 +43,7 @@ from lmc.connectors.transformers import CachedModel, Prefilled
 from lmc.connectors.transformers.report import How
 from lmc.connectors.vllm.worker.paged import Move, Pages
 from lmc.connectors.vllm.worker.streams import Streams
+from lmc.connectors.vllm.worker.streams import seconds_of as seconds_of_copies
 from lmc.copies import can_submit, merged
 from lmc.demo import REAL, SHIPPED
 from lmc.demo.pretrained import smollm2
@@ -70,6 +71,7 @@ OURS = {
     "_changes",
     "_correct",
 }
+WAYS = {False: "one by one", True: "by way of memory on the GPU"}  # by `Pages._stages`
 NOISE = {torch.bfloat16: 6e-2, torch.float16: 1e-2, torch.float32: 1e-3}  # the same, of logits after all layers
 LAUNCHES = 25  # of lmc's kernels in a layer of a blend, at most
 NEEDED = 'pip install ".[vllm,transformers]" (vLLM 0.30 or later, and lmc, whose plugin vLLM has to find)'
@@ -154,18 +156,25 @@ def copies(report: Report, sizes: Sizes) -> None:
     moves = [Move(ids[64 * i : 64 * i + 64], slab.part(0, i)) for i in range(parts)]
     for name, work in (("in", pages.load_all), ("out", pages.save_all)):
         of_large = {}
-        for stages, way in ((False, "one by one"), (True, "by way of memory on the GPU")):
+        for stages, way in WAYS.items():
             pages._stages = stages
             took = report.milliseconds(lambda work=work: work(0, moves))
             of_large[stages] = whole.numel() / took / 1e6 / bandwidth[name]
-            report.line(f"pages of {page_bytes >> 10} KiB, descending, {name}, {way}", of_large[stages], "of copies")
+            what = f"pages of {page_bytes >> 10} KiB, descending, {name}, {way}"
+            report.line(what, of_large[stages], "of copies")
+            # More than the copies take is not hidden by the work that keeps the GPU busy.
+            report.line(f"{what}: issued by the host", report.host_milliseconds(lambda work=work: work(0, moves)), "ms")
         report.line("pages, the faster way", max(of_large.values()), "of copies", least=0.9)
+    pages.choose_copy_mode(seconds_of_copies if report.device.type == "cuda" else lambda work: 0.0)
+    report.line(f"pages are copied {WAYS[pages._stages]}", float(pages._stages), "")
     some = moves[: max(1024 // 64, 1)]
     started = time.perf_counter()
     for _ in range(100):
         merged(pages.copies(0, some))
     report.line("list of copies for 1,024 pages", 10 * (time.perf_counter() - started), "ms", most=1.0)
-    _ordered(report, pages, cache, moves)
+    for stages, way in WAYS.items():
+        pages._stages = stages
+        _ordered(report, pages, cache, moves, way)
     _served(report, there, bandwidth["in"])
 
 
@@ -188,12 +197,12 @@ def _served(report: Report, there: torch.Tensor, bandwidth: float) -> None:
     report.line("a chunk from there", there.numel() / took / 1e6 / bandwidth, "of copies", least=0.8)
 
 
-def _ordered(report: Report, pages: Pages, cache: torch.Tensor, moves: list[Move]) -> None:
+def _ordered(report: Report, pages: Pages, cache: torch.Tensor, moves: list[Move], way: str) -> None:
     """Save what a slow kernel writes, let it be overwritten, load it back, and use its slots again, as a worker does.
 
     The control omits to wait, which has to be noticed, if there is a GPU.
     """
-    what = "pages wrong behind slow saves and loads, and slots used again"
+    what = f"pages wrong behind slow saves and loads, and slots used again, {way}"
     report.line(what, _wrong_pages(report, pages, cache, moves, waits=True), "", most=0)
     if report.device.type == "cuda":
         report.line(f"{what}, if nothing waits", _wrong_pages(report, pages, cache, moves, waits=False), "", least=1)
@@ -266,9 +275,9 @@ def models(report: Report, sizes: Sizes) -> None:
             report.line(f"TTFT of {len(prompts[0])} tokens, {sizes.layers} layers: {how}", 1000 * second, "ms")
         report.line("a blend is faster than full prefill", seconds["full"] / seconds["blend"], "times", least=3.0)
         report.line("exact hits are faster than full prefill", seconds["full"] / seconds["exact"], "times")
-        with report.part("waiting between layers"), never_waiting(report.device):  # This raises where something waits.
+        with report.part("waiting"), never_waiting(report.device):  # This raises where something waits.
             cached.prefill(prompts[1], "blend")
-            report.line("times that a blend waits for the GPU between layers", 0, "", most=0)
+            report.line("times that a blend waits for the GPU, beside that for its scores", 0, "", most=0)
         if report.device.type == "cuda":
             launched = launches(lambda: cached.prefill(prompts[2], "blend"))
             ours = sum(count for name, count in launched.items() if name in OURS)
@@ -333,23 +342,26 @@ def _answers(report: Report, model: str, checkpoint: Path, texts: Path, count: i
 
 @contextmanager
 def never_waiting(device: torch.device) -> Iterator[None]:
-    """Make it an error to wait for the GPU between two layers of a pass."""
-    original = Blender.slices
-
-    def slices(blender: Any) -> Iterator[Any]:
-        for done in original(blender):
-            yield done
-            torch.cuda.set_sync_debug_mode("error" if done.layer < len(blender.result.computed) - 1 else "default")
-
+    """Make it an error to wait for the GPU in a blend, except for its scores."""
     if device.type != "cuda":
         yield
         return
-    Blender.slices = slices  # type: ignore[method-assign]
-    try:
+
+    def in_mode(mode: str, after: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                return original(*given)
+            finally:
+                torch.cuda.set_sync_debug_mode(after)
+
+        return run
+
+    with (
+        patch.object(Blender, "run", in_mode("error", "default", Blender.run)),
+        patch.object(Blender, "_on_host", in_mode("default", "error", Blender._on_host)),
+    ):
         yield
-    finally:
-        Blender.slices = original  # type: ignore[method-assign]
-        torch.cuda.set_sync_debug_mode("default")
 
 
 if __name__ == "__main__":

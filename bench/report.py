@@ -63,6 +63,17 @@ class Report:
                 times.append(1000 * (time.perf_counter() - started))
         return statistics.median(times[2:] or times)
 
+    def host_milliseconds(self, work: Callable[[], Any]) -> float:
+        """Return the median time in which the host issues some work, without waiting for it."""
+        times = []
+        for _ in range(1 if self.smoke else REPEATS):
+            self.wait()
+            started = time.perf_counter()
+            work()
+            times.append(1000 * (time.perf_counter() - started))
+        self.wait()
+        return statistics.median(times)
+
     def wait(self) -> None:
         """Wait for the end of all issued work."""
         if self.device.type == "cuda":
