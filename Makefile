@@ -178,11 +178,11 @@ $(OVERLAY)/ready: $(ENGINE)/ready
 	touch $@
 
 # On a machine with an NVIDIA GPU: PYTHON is one whose torch runs there, and what it has of lmc's dependencies is used. With vLLM's
-# CUDA wheel and lmc in it, lmc is checked in vLLM, too; TIER=A or TIER=B is one half only. What `make gpu-parts` has made elsewhere
+# CUDA wheel and lmc in it, lmc is checked in vLLM, too; TIER=A or TIER=B is one half, PART="copies kernels" some parts. What `make gpu-parts` has made elsewhere
 # is unpacked first, for a machine without a network.
 PARTS := build/gpu
 gpu: $(if $(wildcard $(PARTS)/wheels),$(PARTS)/site)
-	PYTHONPATH=$(CURDIR):$(CURDIR)/$(PARTS)/site $(PYTHON) bench/gpu_accept.py --keep $(addprefix --tier ,$(TIER))
+	PYTHONPATH=$(CURDIR):$(CURDIR)/$(PARTS)/site $(PYTHON) bench/gpu_accept.py --keep $(addprefix --tier ,$(TIER)) $(addprefix --part ,$(PART))
 
 $(PARTS)/site:
 	rm -rf $@.new

@@ -30,12 +30,19 @@ def prompt_of(documents: Sequence[Sequence[int]], order: Sequence[int], question
 
 
 def closing_line(result: dict[str, object], name: str | None = None, also: dict[str, object] | None = None) -> None:
-    """Print the result as the last line; with a name, keep it and what is `also` known in `bench/results`, with the
-    machine's name.
-    """
+    """Print the result as the last line; with a name, keep it and what is `also` known in `bench/results`."""
     if name:
-        kept = {**result, **(also or {}), "machine": machine()}
-        path = Path(__file__).parent / "results" / f"{name}.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(kept, indent=1) + "\n")
+        keep({**result, **(also or {})}, name)
     print(json.dumps(result))
+
+
+def keep(result: dict[str, object], name: str) -> None:
+    """Write a result to `bench/results`, with the machine's name."""
+    path = kept_path(name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({**result, "machine": machine()}, indent=1) + "\n")
+
+
+def kept_path(name: str) -> Path:
+    """Return the file of a result that is kept."""
+    return Path(__file__).parent / "results" / f"{name}.json"

@@ -1,10 +1,14 @@
-"""Compares lmc on this GPU with the expected results, in two tiers.
+"""Compares lmc on this GPU with the expected results, in two tiers of several parts.
 
-A    without vLLM: copies, kernels, the transformers connector
-B    inside vLLM, if that is installed: answers, aborts, preemptions, times (`gpu_accept_vllm.py`)
+A    without vLLM: copies, kernels, scattered, models (the transformers connector), answers
+B    inside vLLM, if that is installed: FLASH_ATTN and TRITON_ATTN (answers, aborts and preemptions with one of vLLM's
+     attention backends), compiled, times, small_steps (`gpu_accept_vllm.py`)
 
-    python bench/gpu_accept.py [--tier A|B] [--keep] [--layers 8]  # `make gpu`; exit status 1 if a line falls short
-    TRITON_INTERPRET=1 python bench/gpu_accept.py --smoke          # tiny sizes on a CPU: do the checks themselves run?
+    python bench/gpu_accept.py [--tier A|B] [--part PART …] [--keep]  # `make gpu`; exit status 1 if a line falls short
+    TRITON_INTERPRET=1 python bench/gpu_accept.py --smoke             # tiny sizes on a CPU: do the checks run?
+
+Each part takes some minutes at most. `--keep` writes the lines after each part, and keeps those of other parts that
+were measured on such a GPU before, so that the parts can run one by one.
 
 Tier A needs torch, triton, transformers 5, and lmc's own dependencies; see docs/gpu.md. Bandwidths are against a copy
 of large tensors on the same device, in the same run. Errors are against lmc's kernels in torch, in float32 on the same
@@ -19,9 +23,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,7 @@ from unittest.mock import patch
 
 import torch
 from common import parser, prompt_of
-from gpu_accept_vllm import inside_vllm
+from gpu_accept_vllm import inside_vllm, parts_inside_vllm
 from gpu_kernels import SMOKE, Sizes, kernels, scattered
 from report import Report
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -82,47 +85,53 @@ def main() -> None:
     arguments = parser(__doc__, "gpu_accept")
     arguments.add_argument("--smoke", action="store_true")
     arguments.add_argument("--tier", choices=("A", "B"), help="only this one; by default both, if vLLM is installed")
+    arguments.add_argument("--part", action="append", default=[], help="only this one; may be given several times")
     arguments.add_argument("--layers", type=int, default=Sizes().layers, help="of tier A's model with the shape of 8B")
     options = arguments.parse_args()
     if not (options.smoke or torch.cuda.is_available()):
         sys.exit("there is no GPU here; --smoke tries the checks themselves, on a CPU")
     vllm = find_spec("vllm") is not None
-    if options.tier == "B" and not vllm:
-        sys.exit(f"tier B needs vLLM, which is not installed in this Python: {NEEDED}")
-    report = Report(torch.device("cpu" if options.smoke else "cuda"), options.smoke)
     name = "CPU" if options.smoke else torch.cuda.get_device_name()
+    device = torch.device("cpu" if options.smoke else "cuda")
+    report = Report(device, options.smoke, name, "gpu_accept" if options.keep else "")
+    inside = parts_inside_vllm(report)
+    if unknown := sorted({*options.part} - {*WITHOUT_VLLM, *inside}):
+        arguments.error(f"no part {', '.join(unknown)}: use {', '.join([*WITHOUT_VLLM, *inside])}")
+    tiers = {"A": [*WITHOUT_VLLM], "B": [*inside]}
+    chosen = [one for tier, parts in tiers.items() if options.tier in (None, tier) for one in parts]
+    chosen = [one for one in chosen if one in (options.part or chosen)]
+    only_inside = chosen and not {*WITHOUT_VLLM} & {*chosen}
+    if only_inside and not vllm:
+        sys.exit(f"tier B needs vLLM, which is not installed in this Python: {NEEDED}")
     print(f"{name}; torch {torch.__version__}\n")
-    tiers, sizes = options.tier or ("AB" if vllm else "A"), {}
-    if "A" in tiers:
-        sizes["A"] = without_vllm(report, SMOKE if options.smoke else Sizes(layers=options.layers))
-    if tiers == "AB":
-        free_memory(report)
-    if "B" in tiers:
-        sizes["B"] = inside_vllm(report)
-    if not (options.tier or vllm):
+    if options.keep:
+        report.continued()
+    without_vllm(report, SMOKE if options.smoke else Sizes(layers=options.layers), chosen)
+    if vllm and {*inside} & {*chosen}:
+        if not only_inside:
+            free_memory(report)
+        inside_vllm(report, chosen)
+    elif {*inside} & {*chosen}:
         print(f"\nTier B was left out, because vLLM is not installed in this Python: {NEEDED}.\n")
-    report.end("gpu_accept", name, sizes, keep=options.keep)
+    report.end()
 
 
-def without_vllm(report: Report, sizes: Sizes) -> dict[str, Any]:
-    """Print the lines of tier A; return its sizes."""
+def without_vllm(report: Report, sizes: Sizes, chosen: Sequence[str]) -> None:
+    """Print the lines of the chosen parts of tier A."""
     # The interpreter would take minutes for the answers.
     tried, fast = ({"LMC_KERNELS": "triton"}, {"LMC_KERNELS": "torch"}) if report.smoke else ({}, {})
     torch.manual_seed(0)
-    with patch.dict(os.environ, tried):
-        with torch.inference_mode():
-            with report.part("copies"):
-                copies(report, sizes)
-            for dtype in sizes.dtypes:
-                with report.part(f"kernels in {dtype}"):
-                    kernels(report, sizes, dtype)
-            with report.part("scattered attention"):
-                scattered(report, sizes)
-        with report.part("the large shape"):
-            models(report, sizes)
-    with patch.dict(os.environ, fast), report.part("answers"):
-        answered(report)
-    return asdict(sizes)
+    for name, measure in WITHOUT_VLLM.items():
+        if name in chosen:
+            with report.measuring(name), patch.dict(os.environ, fast if measure is answered else tried):
+                measure(report, sizes)
+
+
+def all_kernels(report: Report, sizes: Sizes) -> None:
+    """Check the kernels in each dtype."""
+    for dtype in sizes.dtypes:
+        with report.part(f"kernels in {dtype}"):
+            kernels(report, sizes, dtype)
 
 
 def free_memory(report: Report) -> None:
@@ -302,7 +311,7 @@ def seconds_of(cached: CachedModel, prompt: list[int], how: How) -> float:
     return time.perf_counter() - started
 
 
-def answered(report: Report) -> None:
+def answered(report: Report, _: Sizes) -> None:
     """Questions over documents, asked of the shipped model and of SmolLM2 if that is installed."""
     _answers(report, "the shipped model", SHIPPED / "model", SHIPPED, 4 if report.smoke else 40, least=0.95)
     if report.smoke:  # The same once more, in a larger model.
@@ -363,6 +372,14 @@ def never_waiting(device: torch.device) -> Iterator[None]:
     ):
         yield
 
+
+WITHOUT_VLLM = {  # the parts of tier A
+    "copies": torch.inference_mode()(copies),
+    "kernels": torch.inference_mode()(all_kernels),
+    "scattered": torch.inference_mode()(scattered),
+    "models": models,
+    "answers": answered,
+}
 
 if __name__ == "__main__":
     main()

@@ -15,15 +15,15 @@ that keep what was placed are compared with those of an engine whose kernels are
 import math
 import os
 import random
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 from unittest.mock import patch
 
 from engine import SYSTEM, in_folder, make_model, prompt_of, words
 from engine_probe import Probe, Request
-from gpu_vllm_times import TINY, Times, measure_times
+from gpu_vllm_times import TINY, Times, measure_small_steps, measure_times
 from report import Report
 
 NOISE = 4  # times that two prefills of vLLM alone differ are allowed
@@ -106,20 +106,32 @@ class Cases:
         }
 
 
-def inside_vllm(report: Report) -> dict[str, Any]:
-    """Print a line for each number; return the sizes."""
+def parts_inside_vllm(report: Report) -> dict[str, Callable[[str], None]]:
+    """Return the parts of tier B, each with what measures it in a folder for models."""
     sizes, timed = (SMOKE, TINY) if report.smoke else (Sizes(), Times())
-    with report.part("tier B"), in_folder() as folder:
-        if "lmc" not in entry_points(group="vllm.general_plugins").names:
-            raise LookupError("lmc is not installed in this Python, so that vLLM does not find it: pip install .")
-        model = make_model(folder, sizes.layers, sizes.hidden, sizes.head_dim, sizes.group)
-        for backend in sizes.backends:
-            with report.part(f"the checks with {backend}"):
-                answers(report, sizes, model, backend)
-        with report.part("the checks of the compiled model"):
-            answers_in_large_steps(report, sizes, model, sizes.backends[0])
-        measure_times(report, timed, folder)
-    return {**asdict(sizes), **asdict(timed)}
+
+    def model_in(folder: str) -> str:
+        return make_model(folder, sizes.layers, sizes.hidden, sizes.head_dim, sizes.group)
+
+    return {
+        **{
+            backend: lambda folder, backend=backend: answers(report, sizes, model_in(folder), backend)
+            for backend in sizes.backends
+        },
+        "compiled": lambda folder: answers_in_large_steps(report, sizes, model_in(folder), sizes.backends[0]),
+        "times": lambda folder: measure_times(report, timed, folder),
+        "small_steps": lambda folder: measure_small_steps(report, timed, folder),
+    }
+
+
+def inside_vllm(report: Report, chosen: Sequence[str]) -> None:
+    """Print the lines of the chosen parts of tier B."""
+    for name, measure in parts_inside_vllm(report).items():
+        if name in chosen:
+            with report.measuring(name), in_folder() as folder:
+                if "lmc" not in entry_points(group="vllm.general_plugins").names:
+                    raise LookupError("lmc is not installed in this Python, so vLLM does not find it: pip install .")
+                measure(folder)
 
 
 def answers(report: Report, sizes: Sizes, model: str, backend: str) -> None:

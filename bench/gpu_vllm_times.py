@@ -71,11 +71,15 @@ def measure_times(report: Report, sizes: Times, folder: str) -> None:
         compare(report, sizes, found["lmc"], [found["vLLM"], found["vLLM again"]])
     with report.part(in_steps):
         compare_gaps(report, sizes, sizes.batch, gaps["lmc"], [gaps["vLLM"], gaps["vLLM again"]])
-    with report.part(f"gaps between tokens in steps of {sizes.small_batch}"):
-        with Probe(model, lmc=None, **options(sizes, sizes.small_batch)) as engine:
-            alone = Gaps(engine, sizes).alone()
-        with Probe(model, lmc=settings(sizes), **options(sizes, sizes.small_batch)) as engine:
-            compare_gaps(report, sizes, sizes.small_batch, Gaps(engine, sizes).with_lmc(), [alone])
+
+
+def measure_small_steps(report: Report, sizes: Times, folder: str) -> None:
+    """Measure gaps between tokens in small steps, with one engine of each kind."""
+    model = shaped(folder, sizes)
+    with Probe(model, lmc=None, **options(sizes, sizes.small_batch)) as engine:
+        alone = Gaps(engine, sizes).alone()
+    with Probe(model, lmc=settings(sizes), **options(sizes, sizes.small_batch)) as engine:
+        compare_gaps(report, sizes, sizes.small_batch, Gaps(engine, sizes).with_lmc(), [alone])
 
 
 def shaped(folder: str, sizes: Times) -> str:

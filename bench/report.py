@@ -1,5 +1,6 @@
-"""Lines with a number and its expected value, for both tiers of `gpu_accept.py`."""
+"""Lines with a number and its expected value, for all parts of `gpu_accept.py`."""
 
+import json
 import statistics
 import sys
 import time
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
-from common import closing_line
+from common import closing_line, keep, kept_path
 
 from lmc.connectors.vllm.worker.streams import seconds_of
 
@@ -23,11 +24,32 @@ TIMED = ("ms", "GB/s", "TFLOP/s", "of copies", "of memory", "of best", "of vLLM"
 
 @dataclass
 class Report:
-    """The lines that were measured."""
+    """The lines that were measured, part by part."""
 
     device: torch.device
     smoke: bool
+    name: str  # of the device
+    kept: str = ""  # name of the result that is kept after each part; empty to keep nothing
     lines: list[dict[str, Any]] = field(default_factory=list)
+    _part: str = ""
+
+    def continued(self) -> None:
+        """Take over the lines of the result that was kept, if it is of the same device."""
+        path = kept_path(self.kept)
+        found = json.loads(path.read_text()) if path.exists() else {}
+        if found.get("device") == self.name:
+            self.lines = found["lines"]
+
+    @contextmanager
+    def measuring(self, part: str) -> Iterator[None]:
+        """A part, whose lines take the place of earlier ones. The result is kept as far as it is known."""
+        self._part, self.lines = part, [line for line in self.lines if line["part"] != part]
+        started = time.monotonic()
+        with self.part(part):
+            yield
+        print(f"-- {part}: {time.monotonic() - started:.0f} s\n", flush=True)
+        if self.kept:
+            keep(self.result(), self.kept)
 
     def line(
         self, what: str, found: float, unit: str, *, least: float | None = None, most: float | None = None
@@ -37,8 +59,9 @@ class Report:
         right = timed or ((least is None or found >= least) and (most is None or found <= most))
         limits = (("≥", least), ("≤", most))
         wanted = ", ".join(f"{sign} {limit}" for sign, limit in limits if limit is not None)
+        rounded = float(f"{found:.5g}")
         self.lines.append(
-            {"what": what, "found": float(f"{found:.5g}"), "unit": unit, "wanted": wanted, "right": right}
+            {"part": self._part, "what": what, "found": rounded, "unit": unit, "wanted": wanted, "right": right}
         )
         print(f"{'' if right else 'FALLS SHORT: '}{what:66} {found:12.4g} {unit:10} {wanted}", flush=True)
 
@@ -88,16 +111,18 @@ class Report:
             traceback.print_exc()
             self.line(f"{what}: {type(error).__name__}: {error}"[:300], 1, "errors", most=0)
 
-    def end(self, bench: str, device: str, sizes: dict[str, Any], *, keep: bool) -> NoReturn:
-        """Print all lines as JSON, and end with status 1 if one falls short; `sizes` are those of each tier."""
-        short = [line["what"] for line in self.lines if not line["right"]]
-        result = {
-            "bench": bench,
-            "device": device,
-            "tiers": list(sizes),
-            "sizes": str(sizes),
+    def result(self) -> dict[str, Any]:
+        """Return all lines, also those of parts that were measured earlier."""
+        return {
+            "bench": "gpu_accept",
+            "device": self.name,
+            "parts": list(dict.fromkeys(line["part"] for line in self.lines)),
             "lines": self.lines,
-            "short": short,
+            "short": [line["what"] for line in self.lines if not line["right"]],
         }
-        closing_line(result, bench if keep else None)
-        sys.exit(1 if short else 0)
+
+    def end(self) -> NoReturn:
+        """Print all lines as JSON, and end with status 1 if one falls short."""
+        result = self.result()
+        closing_line(result)
+        sys.exit(1 if result["short"] else 0)

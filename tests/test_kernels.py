@@ -36,7 +36,7 @@ def test_the_checks_for_a_gpu_run() -> None:
     pytest.importorskip("triton")
     said = run_apart("-c", SMOKE, str(TESTS / "kernels"), folder=BENCH).splitlines()
     found = json.loads(said[-1])
-    assert (found["tiers"], found["short"]) == (["A"], [])
+    assert (found["parts"], found["short"]) == (["copies", "kernels", "scattered", "models", "answers"], [])
     assert any(line.startswith("Tier B was left out, because vLLM is not installed") for line in said)
 
 

@@ -87,7 +87,7 @@ def test_the_checks_for_vllm_on_a_gpu_run() -> None:
     done = subprocess.run(command, cwd=BENCH, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout[-5000:]}\n{done.stderr[-3000:]}"
     found = json.loads(done.stdout.splitlines()[-1])
-    assert (found["tiers"], found["short"]) == (["B"], [])
+    assert (found["parts"], found["short"]) == ([BACKEND, "compiled", "times", "small_steps"], [])
     answers = [
         *(f"{BACKEND}: {what}" for what in ANSWERS),
         *(f"{BACKEND}, steps of 512: {what}" for what in LARGE_STEPS),

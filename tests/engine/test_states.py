@@ -9,7 +9,7 @@ from tier_wrappers import Faulty
 
 BLOCK = 288  # vLLM chooses it, so that a state fits into a block of attention
 CHUNK, STEP = 2 * BLOCK, 3 * BLOCK  # vLLM ends steps of at most 1,024 tokens at whole blocks
-OPTIONS = {"dtype": "bfloat16", "max_num_batched_tokens": 1024, "max_num_seqs": 8}
+OPTIONS = {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "max_num_batched_tokens": 1024, "max_num_seqs": 8}
 CLOSE = 0.06  # logprob of the first token in bfloat16, if steps are divided differently
 LONG = words(1732, 9)  # 4 tokens after the last block: states forget fast in a model with random weights
 
