@@ -1,0 +1,70 @@
+"""The lines of `bench/gpu_accept.py` are kept part by part, so that a machine can be used for minutes at a time."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+BENCH = Path(__file__).parents[1] / "bench"
+Kept = Callable[[], dict[str, Any]]
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Any]:
+    """A function to a report of a device, which is kept in a temporary folder."""
+    monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
+    import common
+    import report
+
+    for module in (common, report):
+        monkeypatch.setattr(module, "kept_path", lambda name: tmp_path / f"{name}.json")
+    return lambda device: report.Report(torch.device("cpu"), False, device, "gpu_accept")
+
+
+def measure(report: Any, part: str, *numbers: float) -> None:
+    with report.measuring(part):
+        for number in numbers:
+            report.line(part, number, "", most=1.0)
+
+
+def kept(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "gpu_accept.json").read_text())
+    return found
+
+
+def test_each_part_is_kept_when_it_ends(report, tmp_path: Path) -> None:
+    one = report("H100")
+    measure(one, "copies", 0.5)
+    assert (kept(tmp_path)["parts"], kept(tmp_path)["short"]) == (["copies"], [])
+    with one.measuring("kernels"):
+        one.line("a kernel", 0.1, "")
+        raise ValueError("wrong")
+    found = kept(tmp_path)
+    assert found["parts"] == ["copies", "kernels"]
+    assert found["short"] == ["kernels: ValueError: wrong"]
+    with pytest.raises(SystemExit, match="1"):
+        one.end()
+
+
+def test_a_part_that_is_measured_again_takes_the_place_of_the_earlier_one(report, tmp_path: Path) -> None:
+    first = report("H100")
+    measure(first, "copies", 2.0, 3.0)
+    measure(first, "kernels", 0.5)
+    again = report("H100")
+    again.continued()
+    measure(again, "copies", 0.7)
+    found = kept(tmp_path)
+    assert [(line["part"], line["found"]) for line in found["lines"]] == [("kernels", 0.5), ("copies", 0.7)]
+    assert (found["device"], found["short"]) == ("H100", [])
+
+
+def test_lines_of_another_device_are_not_mixed_with_ours(report, tmp_path: Path) -> None:
+    measure(report("H100"), "copies", 0.5)
+    other = report("H200")
+    other.continued()
+    measure(other, "kernels", 0.5)
+    assert kept(tmp_path)["parts"] == ["kernels"]
