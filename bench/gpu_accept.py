@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,37 +94,39 @@ def main() -> None:
     name = "CPU" if options.smoke else torch.cuda.get_device_name()
     device = torch.device("cpu" if options.smoke else "cuda")
     report = Report(device, options.smoke, name, "gpu_accept" if options.keep else "")
-    inside = parts_inside_vllm(report)
-    if unknown := sorted({*options.part} - {*WITHOUT_VLLM, *inside}):
-        arguments.error(f"no part {', '.join(unknown)}: use {', '.join([*WITHOUT_VLLM, *inside])}")
-    tiers = {"A": [*WITHOUT_VLLM], "B": [*inside]}
-    chosen = [one for tier, parts in tiers.items() if options.tier in (None, tier) for one in parts]
-    chosen = [one for one in chosen if one in (options.part or chosen)]
-    only_inside = chosen and not {*WITHOUT_VLLM} & {*chosen}
-    if only_inside and not vllm:
+    tiers = {"A": WITHOUT_VLLM, "B": parts_inside_vllm(report)}
+    known = [name for parts in tiers.values() for name in parts]
+    if unknown := sorted({*options.part} - {*known}):
+        arguments.error(f"no part {', '.join(unknown)}: use {', '.join(known)}")
+    outside, inside = (
+        {name: measure for name, measure in parts.items() if name in (options.part or known)}
+        if options.tier in (None, tier)
+        else {}
+        for tier, parts in tiers.items()
+    )
+    if inside and not (outside or vllm):
         sys.exit(f"tier B needs vLLM, which is not installed in this Python: {NEEDED}")
     print(f"{name}; torch {torch.__version__}\n")
     if options.keep:
         report.continued()
-    without_vllm(report, SMOKE if options.smoke else Sizes(layers=options.layers), chosen)
-    if vllm and {*inside} & {*chosen}:
-        if not only_inside:
+    without_vllm(report, SMOKE if options.smoke else Sizes(layers=options.layers), outside)
+    if inside and vllm:
+        if outside:
             free_memory(report)
-        inside_vllm(report, chosen)
-    elif {*inside} & {*chosen}:
+        inside_vllm(report, inside)
+    elif inside:
         print(f"\nTier B was left out, because vLLM is not installed in this Python: {NEEDED}.\n")
     report.end()
 
 
-def without_vllm(report: Report, sizes: Sizes, chosen: Sequence[str]) -> None:
-    """Print the lines of the chosen parts of tier A."""
+def without_vllm(report: Report, sizes: Sizes, parts: Mapping[str, Callable[[Report, Sizes], None]]) -> None:
+    """Print the lines of parts of tier A."""
     # The interpreter would take minutes for the answers.
     tried, fast = ({"LMC_KERNELS": "triton"}, {"LMC_KERNELS": "torch"}) if report.smoke else ({}, {})
     torch.manual_seed(0)
-    for name, measure in WITHOUT_VLLM.items():
-        if name in chosen:
-            with report.measuring(name), patch.dict(os.environ, fast if measure is answered else tried):
-                measure(report, sizes)
+    for name, measure in parts.items():
+        with report.measuring(name), patch.dict(os.environ, fast if measure is answered else tried):
+            measure(report, sizes)
 
 
 def all_kernels(report: Report, sizes: Sizes) -> None:

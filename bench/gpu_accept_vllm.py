@@ -15,7 +15,7 @@ that keep what was placed are compared with those of an engine whose kernels are
 import math
 import os
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
@@ -124,14 +124,13 @@ def parts_inside_vllm(report: Report) -> dict[str, Callable[[str], None]]:
     }
 
 
-def inside_vllm(report: Report, chosen: Sequence[str]) -> None:
-    """Print the lines of the chosen parts of tier B."""
-    for name, measure in parts_inside_vllm(report).items():
-        if name in chosen:
-            with report.measuring(name), in_folder() as folder:
-                if "lmc" not in entry_points(group="vllm.general_plugins").names:
-                    raise LookupError("lmc is not installed in this Python, so vLLM does not find it: pip install .")
-                measure(folder)
+def inside_vllm(report: Report, parts: Mapping[str, Callable[[str], None]]) -> None:
+    """Print the lines of parts of tier B."""
+    for name, measure in parts.items():
+        with report.measuring(name), in_folder() as folder:
+            if "lmc" not in entry_points(group="vllm.general_plugins").names:
+                raise LookupError("lmc is not installed in this Python, so vLLM does not find it: pip install .")
+            measure(folder)
 
 
 def answers(report: Report, sizes: Sizes, model: str, backend: str) -> None:

@@ -42,10 +42,10 @@ class Shift:
         self._examples, self._others = canvas.slots(examples), canvas.slots(others)
         self._weights: torch.Tensor | None = None  # [T, MOST_EXAMPLES], computed in the first layer
         # By layer, the rotations of keys to position 0, and from there to their positions.
-        from_here, to_there = sent(examples, canvas.device), sent(others, canvas.device)
-        self._examples_back = turns_of(canvas.attentions, from_here, torch.zeros_like(from_here))
-        self._others_back = turns_of(canvas.attentions, to_there, torch.zeros_like(to_there))
-        self._others_forth = turns_of(canvas.attentions, torch.zeros_like(to_there), to_there)
+        examples, others = (sent(positions, canvas.device) for positions in (examples, others))
+        self._examples_back = turns_of(canvas.attentions, examples, torch.zeros_like(examples))
+        self._others_back = turns_of(canvas.attentions, others, torch.zeros_like(others))
+        self._others_forth = turns_of(canvas.attentions, torch.zeros_like(others), others)
         # The cost in one layer, as the number of rows that take as long to compute.
         self.cost = canvas.context_cost(len(others))
 

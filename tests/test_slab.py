@@ -359,7 +359,7 @@ def test_a_worker_page_locks_its_own_share_in_stretches_of_whole_slots(monkeypat
     slots = 2 * 3 * 4096  # four parts do not end with a slot of three, so a stretch has two slots
     assert sorted(found.locked) == [(first + i * slots, slots) for i in range(10)]
     assert set(found.devices) == {3}, "a thread locks for the device that its worker uses"
-    assert (attached.page_locked, owner.page_locked) == (True, False)
+    assert (attached.locked_whole, owner.locked_whole) == (True, False)
     del attached
     gc.collect()
     assert sorted(found.released) == sorted(address for address, _ in found.locked)
@@ -373,7 +373,7 @@ def test_stretches_that_are_locked_are_released_and_others_are_not(monkeypatch, 
         slab = Slab(4, 1, 4096)
     (line,) = caplog.messages
     assert "0.00 GiB of memory cannot be page-locked (CUDA error 2)" in line
-    assert (len(found.locked), slab.page_locked) == (3, False)
+    assert (len(found.locked), slab.locked_whole) == (3, False)
     del slab
     gc.collect()
     assert sorted(found.released) == sorted(address for address, _ in found.locked)
@@ -413,7 +413,7 @@ def test_a_worker_page_locks_its_share_of_a_servers_memory_beside_its_steps(monk
     first, slots = worker.part(0, share.first).data_ptr(), 2 * 3 * 4096
     assert found.locked == [(first + i * slots, slots) for i in range(10)]
     assert found.devices == [3]
-    assert worker.page_locked
+    assert worker.locked_whole
     del worker
     gc.collect()
     assert sorted(found.released) == sorted(address for address, _ in found.locked)
@@ -452,7 +452,7 @@ def test_a_servers_memory_that_cannot_be_page_locked_is_used_as_it_is(monkeypatc
     (line,) = caplog.messages
     assert "cannot be page-locked (CUDA error 2)" in line
     assert not found.locked, "what comes behind it is not tried"
-    assert not worker.page_locked
+    assert not worker.locked_whole
     worker.part(1, share.first).fill_(7)
     assert bool((owner.part(1, share.first) == 7).all())
 

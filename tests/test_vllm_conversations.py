@@ -659,7 +659,8 @@ def test_the_tenant_with_the_most_blends_loses_its_oldest_one(monkeypatch: pytes
         request = asked[name]
         blends.add(
             request=name, tenant=tenant, prompt=request.prompt_token_ids, hashes=request.block_hashes,
-            end=len(request.prompt_token_ids), reused=REUSED, policy=policy, salts=((1, b"salt"),), by_separators=True,
+            end=len(request.prompt_token_ids), reused=REUSED, policy=policy, salts=((1, b"salt"),),
+            origin=(1, b"salt"), by_separators=True,
         )  # fmt: skip
     assert [found("a", "busy"), found("b", "other"), found("c", "busy"), found("d", "busy")] == [False, *[True] * 3]
     blends.forget("d", "busy")

@@ -22,7 +22,7 @@ LOCKED_AT_ONCE, LOCKED_BESIDE = GIB, 64 * MIB  # bytes per call; the second duri
 class HostMemory(Protocol):
     """An owner of mapped host memory. The memory stays mapped as long as the owner lives."""
 
-    page_locked: bool  # set when all of its memory is page-locked
+    locked_whole: bool  # set when all of the memory to lock is page-locked
 
     def stretch(self, start: int, stop: int) -> torch.Tensor:
         """Return the bytes from `start` to `stop`: uint8 `[stop - start]`."""
@@ -43,7 +43,7 @@ def lock(owner: HostMemory, start: int, stop: int, whole: int) -> None:
     for stretch, error in zip(stretches, found, strict=True):
         if not error:
             _release_with(owner, stretch)
-    owner.page_locked = not failed
+    owner.locked_whole = not failed
     if failed:
         _complain(sum(size for size, _ in failed), failed[0][1])
 
@@ -70,7 +70,7 @@ def _lock_each(owned: "weakref.ref[HostMemory]", stretches: Sequence[tuple[int, 
             _complain(stretches[-1][1] - start, error)
             return
         _release_with(owner, stretch)
-        owner.page_locked = stop == stretches[-1][1]
+        owner.locked_whole = stop == stretches[-1][1]
         del owner, stretch  # Otherwise these references would keep the owner alive while the next stretch is locked.
 
 

@@ -96,8 +96,8 @@ class Slab:
         self.device = torch.device(device)
         self.bytes = slots * self.parts * self.stride
         self.labels: memoryview | None = None  # int64, two for each slot: the chunk's tag, and its parts that arrived
-        self._sparse, self._locks_pages, self._at_address, self._kept_in = sparse, page_locked, at, file
-        self.page_locked = False  # whether a GPU can access all parts of this worker by itself
+        self._sparse, self._page_locked, self._at_address, self._kept_in = sparse, page_locked, at, file
+        self.locked_whole = False  # whether a GPU can access all parts of this worker by itself
         room = UNLIMITED if at or sparse else room_on(self.device)
         if self.bytes > room:
             lower = "max_local_cpu_size" if self.device.type == "cpu" else "max_local_device_size"
@@ -163,7 +163,7 @@ class Slab:
             parallelism=self._parallelism,
             part_bytes=self.part_bytes,
             sparse=self._sparse,
-            page_locked=self._locks_pages,
+            page_locked=self._page_locked,
         )
 
     def label(self, slot: Slot, key: ChunkKey, ready: int) -> None:
@@ -273,7 +273,7 @@ class Slab:
 
         A page-locked slab keeps its memory, because a GPU would continue to use the old pages.
         """
-        for worker in () if self._locks_pages else self._parallelism.workers:
+        for worker in () if self._page_locked else self._parallelism.workers:
             start, size = self._stretch(worker)[0], worker.count * self.stride
             punch(self.file, start + slot * size, size)
 
@@ -302,7 +302,7 @@ class Slab:
         whole = self.stride * (worker.count if worker else self.parts)
         if not self._sparse:
             lock(self, *(self._stretch(worker) if worker else (0, self.bytes)), whole)
-        elif self._locks_pages and worker:
+        elif self._page_locked and worker:
             lock_beside(self, *self._stretch(worker), whole)
 
     def _shared_memory(self, at: SlabAddress | None, worker: WorkerParts | None) -> mmap.mmap:

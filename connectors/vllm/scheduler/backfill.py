@@ -6,8 +6,8 @@ documents. Without lmc, the engine's prefix cache would have the documents for b
 
 Most engines are idle between two such requests. In these steps, the prompt and its answer are prefilled exactly, one
 layer a step. The blocks are added to vLLM's own prefix cache under their exact hashes. The next request then finds
-exact blocks, as it would without lmc. A later turn that comes before the backfill ends continues from the blocks of
-the blend; its quality is then worse than that of a new blend (`bench/conversation.py`).
+exact blocks, as it would without lmc. A later turn that comes before the backfill ends revises the blend
+(`revision.py`).
 
 Backfill stops when too few blends are followed by another turn or another question.
 """

@@ -91,13 +91,10 @@ class OwnBlends:
         reused: Sequence[Piece],
         policy: RecomputePolicy,
         salts: Salts,
+        origin: Salt,
         by_separators: bool,
-        origin: Salt | None = None,
     ) -> None:
-        """Add a blend that depends on the tokens before `end`. `hashes` are the exact hashes of the prompt's blocks.
-
-        `origin` is that of the blend that this one continues, or None.
-        """
+        """Add a blend that depends on the tokens before `end`. `hashes` are the exact hashes of the prompt's blocks."""
         full = min(end // self._block_size, len(hashes))
         if not full:
             return
@@ -107,7 +104,7 @@ class OwnBlends:
             policy=policy,
             pieces=tuple(Placement(at=piece.at, tokens=piece.tokens, first=piece.first) for piece in reused),
             salts=salts,
-            origin=origin or salts[0],
+            origin=origin,
             block=hashes[full - 1],
             rest=tuple(prompt[full * self._block_size : end]),
             end=end,

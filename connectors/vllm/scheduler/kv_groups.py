@@ -129,32 +129,24 @@ class KVGroups:
         for group, at in (place for place in lacking if place[1] < first_new):
             cached = self.pool.get_cached_block(hashes[at], [group])
             if not cached:
-                self._give_back(borrowed)
+                self.let_go(borrowed)
                 return None
             self.pool.touch(cached)
             borrowed += cached
             whole[group][at] = cached[0].block_id
         fresh = [place for place in lacking if place[1] >= first_new]
         if len(fresh) > self.pool.get_num_free_blocks():
-            self._give_back(borrowed)
+            self.let_go(borrowed)
             return None
         new = self.pool.get_new_blocks(len(fresh)) if fresh else []
         for (group, at), block in zip(fresh, new, strict=True):
             whole[group][at] = block.block_id
         return Borrowed(tuple(map(tuple, whole)), [*borrowed, *new])
 
-    def hold(self, hashes: Sequence[bytes]) -> list[Any] | None:
-        """Hold the blocks that the only group has cached under these hashes; return None if one has been evicted."""
+    def cached_blocks(self, hashes: Sequence[bytes]) -> list[Any]:
+        """Return the blocks that the only group has cached under these hashes; none if one has been evicted."""
         found = [self.pool.get_cached_block(one, self.all) for one in hashes]
-        if not all(found):
-            return None
-        blocks = [block for (block,) in found]
-        self.pool.touch(blocks)
-        return blocks
-
-    def let_go(self, blocks: Sequence[Any]) -> None:
-        """Stop holding blocks."""
-        self._give_back(blocks)
+        return [block for (block,) in found] if all(found) else []
 
     def give_back(self, borrowed: Borrowed, request: Any, stop: int) -> None:
         """Return the blocks that were borrowed for a request.
@@ -169,10 +161,10 @@ class KVGroups:
                     blocks = [self.pool.blocks[number] for number in table]
                     self.pool.cache_full_blocks(request, blocks, new[0], new[-1] + 1, self.block_size, group)
         finally:
-            self._give_back(borrowed.blocks)
+            self.let_go(borrowed.blocks)
 
-    def _give_back(self, blocks: Sequence[Any]) -> None:
-        """Free blocks, the last ones first, so that the engine evicts these first."""
+    def let_go(self, blocks: Sequence[Any]) -> None:
+        """Stop holding blocks, the last ones first, so that the engine evicts these first."""
         self.pool.free_blocks(reversed(blocks))
 
 

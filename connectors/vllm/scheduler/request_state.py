@@ -61,7 +61,7 @@ class RequestState:
     exact_hashes: Sequence[bytes] = ()  # hashes of the prompt's blocks when the request arrived
     stored_exactly: int = 0  # number of leading tokens that were stored exactly when the request arrived
     salts: Salts = ()  # salts on which the block hashes depend
-    origin: Salt | None = None  # as in `OwnBlend`, if the request continues a blend
+    origin: Salt | None = None  # as in `OwnBlend`; None without salts and without a revision
     revision: Revision | None = None  # the blend that is revised for this request's question
     copied: Sequence[Any] = ()  # blocks that are held while workers copy them
     searched: int = -1  # `OwnBlends.changes` at the last search for a blend to continue

@@ -14,7 +14,7 @@ revisions.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lmc.blend.segments import Placement, Span
+from lmc.blend.segments import Span
 from lmc.blend.strategies import NEEDS_QUESTION, RecomputePolicy
 from lmc.connectors.vllm.scheduler.isolation import OwnBlend
 from lmc.engine import DocumentMatch, Match, Piece
@@ -64,12 +64,12 @@ class Revision:
         for one in self.blend.pieces:
             stop = min(one.at + one.tokens, self.stop)
             if at < one.at < self.stop:
-                yield _own(Placement(at=at, tokens=one.at - at, first=at, exact=True))
+                yield _own(one.at - at, at, at, exact=True)
             if one.at < stop:
-                yield _own(replace(one, tokens=stop - one.at))
+                yield _own(stop - one.at, one.at, one.first, exact=False)
             at = max(at, one.at + one.tokens)
         if at < self.stop:
-            yield _own(Placement(at=at, tokens=self.stop - at, first=at, exact=True))
+            yield _own(self.stop - at, at, at, exact=True)
 
 
 def depends_on_question(policy: RecomputePolicy) -> bool:
@@ -77,14 +77,5 @@ def depends_on_question(policy: RecomputePolicy) -> bool:
     return policy.strategy in NEEDS_QUESTION and 0 < policy.ratio < 1
 
 
-def _own(tokens: Placement) -> Piece:
-    return Piece(
-        key=ChunkKey(b""),
-        kind=RecordKind.PAGES,
-        stored=tokens.tokens,
-        at=tokens.at,
-        tokens=tokens.tokens,
-        first=tokens.first,
-        exact=tokens.exact,
-        place=OWN,
-    )
+def _own(tokens: int, at: int, first: int, *, exact: bool) -> Piece:
+    return Piece.whole(RecordKind.PAGES, ChunkKey(b""), tokens, at, first, OWN, exact=exact)

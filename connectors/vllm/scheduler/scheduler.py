@@ -254,11 +254,12 @@ class Scheduler:
                 return
             tables = state.borrowed.tables
         if state.revision is not None:
-            held = self._groups.hold(state.revision.blocks_after(local))
-            if held is None:
+            blocks = self._groups.cached_blocks(state.revision.blocks_after(local))
+            if not blocks:  # The engine has evicted blocks to allocate these.
                 self.fail_load(state.id, tables)
                 return
-            state.copied, state.continued = held, sum(piece.tokens for piece in own_pieces(plan))
+            self._pool.touch(blocks)
+            state.copied, state.continued = blocks, sum(piece.tokens for piece in own_pieces(plan))
         self._claims.wait_from_now(state)
         state.sources = sources_of(plan.pieces, state.pins)
         if request.prefill_stats and not request.num_preemptions:
@@ -301,7 +302,8 @@ class Scheduler:
             self._saves.save_tail(state, tables)
             aborted = request.status.name == "FINISHED_ABORTED"
             if state.salts and request.num_computed_tokens and not (aborted or self.off):
-                self._backfill.add(request, state.salts, state.origin or state.salts[0])
+                assert state.origin is not None
+                self._backfill.add(request, state.salts, state.origin)
             self._forget(state)
         if state.role is Role.BLEND and request.num_computed_tokens:
             documents, unknown = [one for one in state.documents if one.learnable or one.known], set(state.unknown)
@@ -686,14 +688,15 @@ class Scheduler:
         if exact:
             self._repeats_blend(state)
         elif self._continue_own_blend(state, 0, by_separators=True):
-            cached = state.revision.stop if state.revision else self._cached(request) if state.salts else 0
+            cached = state.revision.stop if state.revision else self._cached(request)
         # A document lies between two separators, so one separator after the cached tokens ends a cached document.
-        before = state.blended_before if state.salts or state.revision else cached
+        before = state.blended_before or cached
         if cached > known and self._roles.separators_after(state, before) <= 1:
             return True
         set_salts(request, (), replacing=state.salts)
         state.role, state.salts, state.exact_hashes = Role.EXACT, (), ()
-        state.approximate, state.searched, state.origin, state.revision = None, -1, None, None
+        state.approximate, state.searched, state.blended_before = None, -1, 0
+        state.origin = state.revision = None
         return False
 
     def _repeats_blend(self, state: RequestState) -> bool:
@@ -780,12 +783,10 @@ class Scheduler:
 
     def _can_revise(self, state: RequestState, revision: Revision, local: int) -> bool:
         """Return whether the engine still has the blocks to copy, and enough free blocks for the copies."""
-        blocks = [self._pool.get_cached_block(one, self._groups.all) for one in revision.blocks_after(local)]
-        if not blocks or not all(blocks):
-            return False
-        unused = [block.ref_cnt for (block,) in blocks].count(0)
+        blocks = self._groups.cached_blocks(revision.blocks_after(local))
+        unused = [block.ref_cnt for block in blocks].count(0)
         need = self._groups.kept(state.request.num_tokens) - local // self._block_size
-        return need + unused <= int(self._pool.get_num_free_blocks())
+        return bool(blocks) and need + unused <= int(self._pool.get_num_free_blocks())
 
     def _share_blocks(self, state: RequestState, revision: Revision) -> None:
         """Continue from the blocks of an earlier blend themselves, instead of from copies of them."""
@@ -803,7 +804,7 @@ class Scheduler:
         kept = tuple(one for one in state.salts if one[0] * self._block_size < plan.match.local)
         salts = (*kept, (first // self._block_size, salt_of(request.prompt_token_ids, reused, policy)))
         set_salts(request, salts, replacing=state.salts)
-        state.salts = salts
+        state.salts, state.origin = salts, state.origin or salts[0]
         self._own_blends.add(
             request=state.id,
             tenant=state.salt,
@@ -813,8 +814,8 @@ class Scheduler:
             reused=reused,
             policy=policy,
             salts=salts,
-            by_separators=state.options is not None and state.options.documents is None,
             origin=state.origin,
+            by_separators=state.options is not None and state.options.documents is None,
         )
 
     def _end_of_question(self, state: RequestState) -> int:

@@ -42,7 +42,7 @@ class RankSlab:
 
         Returns None if they are not page-locked, so that a GPU cannot access them by itself.
         """
-        if not self._slab.page_locked:
+        if not self._slab.locked_whole:
             return None
         return self._slab.addresses(slots, self._parts.first + layer * self._parts.step)
 

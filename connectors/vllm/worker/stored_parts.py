@@ -53,11 +53,10 @@ class StoredParts:
 
     def stage(self, layer: int, into: KV) -> None:
         """Copy the parts of a layer, one after another, to keys and values `[T, H, D]` on the GPU."""
-        addresses = self._memory.addresses(self._slots, layer) if self._submit else None
-        if addresses is None or self._submit is None:
-            self._kernels.stage(self.of(layer), into)
-        else:
+        if self._submit is not None and (addresses := self._memory.addresses(self._slots, layer)) is not None:
             self._submit(self._copies(self._shapes[layer], addresses, into))
+        else:
+            self._kernels.stage(self.of(layer), into)
 
     def _copies(self, shape: KVShape, addresses: Addresses, into: KV) -> Copies:
         """Return the copies of parts at `addresses`. A part has the keys of its tokens, and then their values."""
