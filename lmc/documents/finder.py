@@ -133,6 +133,8 @@ class DocumentFinder(Generic[D]):
             return []
         prompt = as_array(tokens)
         at, numbers = self._blocks.find(self._hashes(prompt))
+        if not len(at):
+            return []
         places = self._places(numbers)
         shifts = at - (FIRST + STRIDE * (numbers.astype(np.int64) - self._starts[places]))
         # Longer runs have more blocks in common. Most prompts have few shifts; the limit bounds the time of any prompt.
@@ -219,15 +221,21 @@ class _Blocks:
         mask = len(self._used) - 1
         places, bits = self._in_filter(hashes)
         at = np.flatnonzero(self._filter[places] & bits)
-        buckets = (hashes[at] & np.uint32(mask)).astype(np.int64)
-        found = [(at[:0], at[:0], at[:0])]
-        while len(at):
+        wanted, found = hashes[at], list[tuple[Positions, Positions, Positions]]()
+        buckets = (wanted & np.uint32(mask)).astype(np.int64)
+        while True:
             used = self._used[buckets]
-            rows, slots = np.nonzero(self._hashes[buckets] == hashes[at, None])
-            rows, slots = rows[slots < used[rows]], slots[slots < used[rows]]  # An unused slot has the hash 0.
+            rows, slots = np.nonzero(self._hashes[buckets] == wanted[:, None])
+            if len(rows):
+                inside = slots < used[rows]  # An unused slot has the hash 0.
+                rows, slots = rows[inside], slots[inside]
             found.append((at[rows], buckets[rows], slots))
             full = used == SLOTS
-            at, buckets = at[full], (buckets[full] + 1) & mask
+            if not full.any():
+                break
+            at, wanted, buckets = at[full], wanted[full], (buckets[full] + 1) & mask
+        if len(found) == 1:
+            return found[0]
         at, buckets, slots = map(np.concatenate, zip(*found, strict=True))
         return at, buckets, slots
 

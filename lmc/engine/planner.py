@@ -95,6 +95,8 @@ class Plan:
 
 def make_plan(match: Match) -> Plan:
     """Return the plan that uses everything that a match allows."""
+    if not match.exact and not match.documents:
+        return Plan(match=match, reach=match.local, stop=match.local)
     behind = (piece for piece in match.exact if piece.stop > match.local)  # The engine's own tokens need no piece.
     exact = trim(up_to_end([*takewhile(match.usable, behind)]), match.local, match.exact_stop)
     pieces = _document_pieces(match)
@@ -141,6 +143,8 @@ def choose_plan(match: Match, size_of: Callable[[Piece], int], cost: CostModel, 
     returns the number of bytes that a piece's chunk has on a tier.
     """
     plan = make_plan(match)
+    if not plan.pieces:
+        return plan
     choice = cost.choose(_offer(plan, size_of), policy)
     if not choice.load:
         rest = make_plan(replace(match, memory_only=True))
