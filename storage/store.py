@@ -345,8 +345,8 @@ class Store(ChunkStore):
 
     def last_uses(self) -> dict[ChunkKey, float]:
         """Return the last use of each record in the tiers that only this process uses, in seconds since 1970."""
-        listed = [self._guard(tier, "lookup", lambda one: list(one.entries()), tier) or () for tier in self._local]
-        return {entry.key: entry.used for entries in listed for entry in entries}
+        uses = [self._guard(tier, "lookup", tier.last_uses) or {} for tier in self._local]
+        return {key: used for of_tier in uses for key, used in of_tier.items()}
 
     def held(self) -> int:
         """Return the number of slots that are held or being written. It is 0 when the store is idle."""

@@ -219,6 +219,9 @@ class DictTier:
         with self._mutex:
             return iter([Entry(key=k, bytes=len(r), used=self.used.get(k, 0)) for k, r in self.records.items()])
 
+    def last_uses(self) -> dict[ChunkKey, float]:
+        return {entry.key: entry.used for entry in self.entries()}
+
     def headers(self) -> Iterator[RecordMeta]:
         with self._mutex:
             records = [bytes(record) for record in self.records.values()]

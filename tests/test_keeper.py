@@ -4,7 +4,6 @@ import errno
 import gc
 import json
 import logging
-import os
 import threading
 import time
 from contextlib import closing
@@ -247,11 +246,11 @@ def test_looking_at_a_prompt_counts_as_before(tmp_path):
 
 def test_the_time_of_the_last_use_is_that_of_the_record_after_a_restart(tmp_path):
     with closing(engine_of(tmp_path)) as engine:
-        document = learn(engine, A, name="a")
-        path = next((tmp_path / "disk/records").rglob(f"{document.id}.safetensors"))
-        os.utime(path, (1e9, 1e9))
+        learn(engine, A, name="a")
+        written = time.time()
     with closing(engine_of(tmp_path)) as engine:
-        assert (known(engine, A).used, known(engine, A).name) == (1e9, "a")
+        assert known(engine, A).used <= written
+        assert known(engine, A).name == "a"
 
 
 # -- what a review has found -----------------------------------------------------------------------------------------

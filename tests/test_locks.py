@@ -197,8 +197,8 @@ def test_the_locks_of_a_store_check_their_order(tmp_path):
     """It would not be noticed otherwise that some of them are plain."""
     before = RankedLock.made.copy()
     Store(Slab(1, 1, 1), [DiskTier(tmp_path, 1 << 20)]).close()
-    # Of the change log, the guard, and the uses of the disk tier's records; of the state; of the disk tier.
-    assert RankedLock.made - before == {Rank.LEAF: 3, Rank.STATE: 1, Rank.TIER: 1}
+    # Of the change log, the guard, the uses of the disk tier's records and its index; of the state; of the disk tier.
+    assert RankedLock.made - before == {Rank.LEAF: 4, Rank.STATE: 1, Rank.TIER: 1}
 
 
 # -- places --------------------------------------------------------------------------------------------------------

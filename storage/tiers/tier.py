@@ -123,10 +123,13 @@ class LocalTier(ListedTier, Protocol):
     def report_to(self, changes: ChangeLog) -> None:
         """Report to `changes` the records that appear and leave from now on, under the tier's name."""
 
-    def headers(self) -> Iterator[RecordMeta]:
-        """Yield the headers of all readable records, least recently used first, and report these records.
+    def last_uses(self) -> dict[ChunkKey, float]:
+        """Return the time of the last use of each record, in seconds since 1970."""
 
-        This does not count as a use.
+    def headers(self) -> Iterator[RecordMeta]:
+        """Report each readable record, and yield its header without sizes and checksums of parts.
+
+        The least recently used record is the first. This does not count as a use.
         """
 
     def faults(self) -> list[str]:

@@ -3,11 +3,9 @@
 This module knows nothing about records.
 """
 
-import contextlib
 import errno
 import fcntl
 import os
-import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -85,12 +83,6 @@ def open_to_read(path: Path) -> int:
     return _open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
-def touch(fd: int) -> None:
-    """Set a file's time to now. The kernel sets it as well, but only with a resolution of some milliseconds."""
-    now = time.time_ns()
-    os.utime(fd, ns=(now, now))
-
-
 def write_new(path: Path, views: Sequence[memoryview], first: Callable[[], memoryview] | None = None) -> None:
     """Write `views` to a new file. If `first` is given, then overwrite the start of the file with its result."""
     fd = _open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -98,8 +90,6 @@ def write_new(path: Path, views: Sequence[memoryview], first: Callable[[], memor
         _write(fd, views)
         if first is not None:
             _write(fd, [first()])
-        with contextlib.suppress(OSError):  # The time only improves the eviction order after a restart.
-            touch(fd)
     finally:
         os.close(fd)
 

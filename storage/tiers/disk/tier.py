@@ -1,8 +1,12 @@
-"""The disk tier: one safetensors file for each record, in a directory, with an index that is rebuilt at start.
+"""The disk tier: one safetensors file for each record, in a directory, with an index in SQLite.
 
     DIR/lock                           held by the only process that writes to the directory
-    DIR/records/ab/abcd….safetensors   a record, named by its key; the file's time is the time of its last use
+    DIR/records/ab/abcd….safetensors   a record, named by its key
     DIR/tmp/                           records that are being written; emptied at the next start
+    DIR/index.sqlite                   what the records are, and when they were last used (`index.py`)
+
+The files decide what is stored, and the index saves reading them at each start. It is compared with the directory at
+the start if a process was killed or the index was lost, and otherwise in the background.
 
 A record is written to `tmp` and renamed, so that a killed process leaves no incomplete record under a final name. After
 a power failure, the checksums detect incomplete records. Files without a record's name are never read or removed.
@@ -13,10 +17,11 @@ import errno
 import logging
 import os
 import re
+import stat
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +34,7 @@ from lmc.storage.eviction import EvictionClass, EvictionOrder
 from lmc.storage.locks import Rank, new_lock
 from lmc.storage.tiers.breaker import FAILURES, Breaker
 from lmc.storage.tiers.disk import files
+from lmc.storage.tiers.disk.index import DiskIndex, IndexLost, read_uses
 from lmc.storage.tiers.disk.reader import DiskReader
 from lmc.storage.tiers.record import (
     RecordMeta,
@@ -52,6 +58,8 @@ BESIDE_BYTES = 16 * MIB
 # Writing pauses for this time if the disk stays full after an eviction, and after three write errors in a row.
 PAUSE_SECONDS = 30.0
 CLOSING_SECONDS = 1.0  # `close` waits at most this long for a check of the directory that is in flight
+SHARDS = 256  # folders of records, by the first byte of the key
+REST_SECONDS = 0.05  # between two folders that are compared with the index in the background
 _RECORD_NAME = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX))
 _TEMPORARY_NAME = re.compile(r"[0-9]+" + re.escape(SUFFIX))
 
@@ -65,7 +73,7 @@ class DiskTier:
     def __init__(
         self, root: Path | str, capacity: int, *, read_only: bool = False, document_share: float = 0.0
     ) -> None:
-        """Lock the directory and rebuild the index. Documents have a share of the capacity; see `eviction.py`.
+        """Lock the directory and read the index. Documents have a share of the capacity; see `eviction.py`.
 
         Raises `TierUnusable` if another process has locked the directory, or if it cannot be read or written.
         """
@@ -90,19 +98,108 @@ class DiskTier:
         lock = -1 if read_only else files.take_directory(self.root, [self._records, self._tmp], capacity)
         # The lock is released even without a call of `close`, for the next tier in this process.
         self._let_go = weakref.finalize(self, files.give_directory_back, lock)
+        self._rows: DiskIndex | None = None
+        self._comparing: threading.Thread | None = None
+        self._closed = threading.Event()
         try:
-            for entry in self.entries():
-                self._remember(entry.key, entry.bytes, RecordKind.PAGES)  # `headers` finds the kinds.
-                self.bytes += entry.bytes
-            if not read_only:
-                # This process has the lock, so no writer is active: the files were left by a killed writer.
-                for leftover in self._leftovers():
-                    leftover.unlink(missing_ok=True)
-                if not document_share:  # With a share, the protected records are not known yet.
-                    self.trim()
+            if read_only:
+                for entry in self.entries():
+                    self._remember(entry.key, entry.bytes, RecordKind.PAGES)
+                return
+            # This process has the lock, so no writer is active: the files were left by a killed writer.
+            for leftover in self._leftovers():
+                leftover.unlink(missing_ok=True)
+            self._rows = DiskIndex(self.root)
+            self._load(self._rows)
+            if not document_share:  # With a share, the protected records are not known yet.
+                self.trim()
         except OSError as error:
             self.close()
             raise TierUnusable(f"cannot read disk tier {self.root}: {error}") from error
+
+    def _load(self, rows: DiskIndex) -> None:
+        """Read the index, and compare it with the directory: at once if it is incomplete, otherwise in a thread."""
+        os.scandir(self._records).close()  # Raises an error for a directory that cannot be read.
+        try:
+            for record in rows.records():
+                self._remember(*record)
+            if not rows.complete:
+                self._compare(rows, range(SHARDS))
+        except IndexLost as error:
+            self._build_anew(rows, error)
+        if rows.complete:
+            self._comparing = threading.Thread(target=self._compare_gently, name="lmc-disk-compare", daemon=True)
+            self._comparing.start()
+
+    def _build_anew(self, rows: DiskIndex, error: OSError) -> None:
+        """Replace an index that cannot be read, by reading all records. What is known of it stays known meanwhile."""
+        log.warning("%s: it is built anew from the records", error)
+        rows.clear()
+        self._compare(rows, range(SHARDS))
+
+    def _compare_gently(self) -> None:
+        """Compare the index with the directory, one folder at a time, with rests between them."""
+        assert self._rows is not None
+        for shard in range(SHARDS):
+            if self._closed.wait(REST_SECONDS):
+                return
+            try:
+                self._compare(self._rows, [shard])
+            except IndexLost as error:
+                self._build_anew(self._rows, error)
+                return
+            except OSError as error:  # The next start compares this folder again.
+                log.debug("records in folder %02x were not compared with the index: %s", shard, error)
+
+    def _compare(self, rows: DiskIndex, shards: Iterable[int]) -> None:
+        """Add the records in these folders that the index lacks, and forget those whose files are gone."""
+        new: list[tuple[int, ChunkKey]] = []
+        for shard in shards:
+            known, there = rows.beginning_with(shard), self._keys_in(f"{shard:02x}")
+            for key in known - there:
+                with self._lock:
+                    if not self._path(key).exists():  # A writer may have written the file since.
+                        self._forget(key)
+            for key in there - known:
+                with contextlib.suppress(FileNotFoundError):
+                    status = self._path(key).lstat()
+                    if stat.S_ISREG(status.st_mode):
+                        new.append((status.st_mtime_ns, key))
+        for used, key in sorted(new):
+            if self._closed.is_set():
+                return
+            self._adopt(rows, key, used)
+
+    def _keys_in(self, shard: str) -> set[ChunkKey]:
+        """Return the keys of the files in a folder that are named like records."""
+        try:
+            names = os.listdir(self._records / shard)
+        except (FileNotFoundError, NotADirectoryError):
+            return set()
+        return {
+            ChunkKey(bytes.fromhex(name[:64])) for name in names if _RECORD_NAME.fullmatch(name) and name[:2] == shard
+        }
+
+    def _adopt(self, rows: DiskIndex, key: ChunkKey, used: int) -> None:
+        """Add a file that the index lacks. A file that cannot be read as a record is found corrupt when it is used."""
+        meta, size = None, 0
+        try:
+            size = self._path(key).lstat().st_size
+            with contextlib.closing(self._read(key)) as reader:
+                meta = reader.meta
+        except FileNotFoundError:
+            return
+        except (CorruptRecord, OSError) as error:
+            log.debug("the record %s cannot be read: %s", self._path(key), error)
+        with self._lock:
+            if not self._path(key).exists():
+                return
+            if key not in self._index:
+                self._remember(key, size, meta.kind if meta else RecordKind.PAGES)
+            if meta is not None:
+                rows.put(meta, size, used)
+                if self._changes is not None:
+                    self._changes.appeared(self.name, meta)
 
     @property
     def usable(self) -> bool:
@@ -143,9 +240,8 @@ class DiskTier:
             self._order.touch(key)
         with self._uses_lock:
             self._uses.pop(key, None)  # This use is newer.
-        if not self.read_only:
-            with contextlib.suppress(OSError):  # The time only improves the eviction order after a restart.
-                files.touch(reader.fd)
+        if self._rows is not None:
+            self._rows.use(key, time.time_ns())
         return reader
 
     def note_use(self, keys: Sequence[ChunkKey]) -> None:
@@ -219,28 +315,39 @@ class DiskTier:
 
     def entries(self) -> Iterator[Entry]:
         """Return the records in the directory now, least recently used first."""
-        found = []
+        found, uses = [], self.last_uses()
         for shard in os.scandir(self._records) if self._records.is_dir() else ():
             for file in os.scandir(shard.path) if shard.is_dir(follow_symlinks=False) else ():
                 named = _RECORD_NAME.fullmatch(file.name) and file.name[:2] == shard.name
                 if named and file.is_file(follow_symlinks=False):
                     with contextlib.suppress(FileNotFoundError):  # The file may be removed meanwhile.
                         status, key = file.stat(), ChunkKey(bytes.fromhex(file.name[:64]))
-                        found.append(Entry(key=key, bytes=status.st_size, used=status.st_mtime))
+                        found.append(Entry(key=key, bytes=status.st_size, used=uses.get(key, status.st_mtime)))
         return iter(sorted(found, key=lambda entry: entry.used))
 
+    def last_uses(self) -> dict[ChunkKey, float]:
+        """Return the time of the last use of each record, in seconds since 1970, as far as the index has it."""
+        with contextlib.suppress(IndexLost):
+            return read_uses(self.root) if self._rows is None else self._rows.uses()
+        return {}
+
     def headers(self) -> Iterator[RecordMeta]:
-        """Read and report the header of each record, without counting a use. Unreadable records are skipped."""
-        for entry in self.entries():
-            with contextlib.suppress(OSError, CorruptRecord), contextlib.closing(self._read(entry.key)) as reader:
-                with self._lock:
-                    if entry.key not in self._index:  # The record has been evicted since, and must not be reported.
-                        continue
-                    eviction_class = EvictionClass.of(reader.meta.kind, pinned=entry.key in self._pinned)
-                    self._order.reclassify(entry.key, eviction_class)
-                    if self._changes is not None:
-                        self._changes.appeared(self.name, reader.meta)
-                yield reader.meta
+        """Report each record in the index, and yield its header without sizes and checksums of parts."""
+        assert self._rows is not None, "only the owner of a directory has its index"
+        try:
+            yield from self._headers(self._rows)
+        except IndexLost as error:
+            self._build_anew(self._rows, error)
+            yield from self._headers(self._rows)
+
+    def _headers(self, rows: DiskIndex) -> Iterator[RecordMeta]:
+        for meta in rows.headers():
+            with self._lock:
+                if meta.key not in self._index:  # The record has been evicted since, and must not be reported.
+                    continue
+                if self._changes is not None:
+                    self._changes.appeared(self.name, meta)
+            yield meta
 
     def protect(self, keys: Collection[ChunkKey], *, pinned: bool) -> None:
         """Pin records of documents, or end that."""
@@ -293,11 +400,15 @@ class DiskTier:
 
     def close(self) -> None:
         """Stop the threads, record the last uses, and unlock the directory."""
+        self._closed.set()
         self._breaker.close(CLOSING_SECONDS)
         self._sums.shutdown()
-        if not self.read_only:
+        if self._comparing is not None:
+            self._comparing.join()
+        if self._rows is not None:
             with self._lock:
                 self._apply_uses()
+            self._rows.close()
         self._let_go()
 
     def _probe(self) -> None:
@@ -317,6 +428,7 @@ class DiskTier:
 
     def _remember(self, key: ChunkKey, size: int, kind: RecordKind) -> None:
         self._index[key] = size
+        self.bytes += size
         self._order.insert(key, EvictionClass.of(kind, pinned=key in self._pinned), size)
         self._order.release(key)
 
@@ -325,6 +437,8 @@ class DiskTier:
         if size is not None:
             self.bytes -= size
             self._order.remove(key)
+            if self._rows is not None:
+                self._rows.remove(key)
         with self._uses_lock:
             self._uses.pop(key, None)
         if self._changes is not None:
@@ -346,7 +460,7 @@ class DiskTier:
         return freed
 
     def _apply_uses(self) -> None:
-        """Move records that memory has served to the end of the eviction order, and set the times of their files.
+        """Move records that memory has served to the end of the eviction order, and record the times of these uses.
 
         Their order is that of these uses. Relative to records that were read since, the order is not exact.
         """
@@ -355,8 +469,8 @@ class DiskTier:
         for key, when in uses.items():
             if key in self._index:
                 self._order.touch(key)
-                with contextlib.suppress(OSError):  # The time only improves the eviction order after a restart.
-                    os.utime(self._path(key), ns=(when, when))
+                assert self._rows is not None, "only the owner of a directory notes uses"
+                self._rows.use(key, when)
 
     def _document_evicted(self) -> None:
         if not self.document_evictions:
@@ -377,7 +491,10 @@ class DiskTier:
                 with self._lock:  # The file and the index change together.
                     files.move(path, self._path(meta.key))
                     self._forget(meta.key)  # Another writer may have written the record before.
+                    self.bytes -= size  # It was counted before the write.
                     self._remember(meta.key, size, meta.kind)
+                    assert self._rows is not None, "a tier that is read only refuses writes"
+                    self._rows.put(meta, size, time.time_ns())
                     if self._changes is not None:
                         self._changes.appeared(self.name, meta)
                 return True

@@ -1,0 +1,295 @@
+"""The index of a disk tier: what its records are, in a SQLite database, so that a start need not read the records.
+
+    records    key, size, time of the last use, kind: small rows, read at each start in the order of use
+    headers    the fields of `RecordMeta`, except checksums: read when an engine looks for documents
+
+Records come first: a row follows its file, at most `COMMIT_SECONDS` later, and changes are committed together. A killed
+process may therefore leave files without a row, and rows without a file. It also leaves the index marked as incomplete,
+and then `DiskTier` compares it with the directory.
+
+The database is in WAL mode, in which commits survive a killed process, but the last ones are lost in a power failure.
+The mark itself is synced to the disk. See https://sqlite.org/wal.html.
+"""
+
+import errno
+import logging
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lmc.keys import ChunkKey, RecordKind
+from lmc.storage.locks import Rank, new_lock
+from lmc.storage.tiers.record import RecordMeta
+
+log = logging.getLogger(__name__)
+
+FILE = "index.sqlite"
+VERSION = 1  # of the tables; a database of another version is built anew
+COMMIT_SECONDS = 0.5  # Changes are committed together after this time.
+FETCHED = 1000  # rows that a reader fetches at once
+RETRY_SECONDS = 10.0  # after a commit that failed
+PATIENCE_SECONDS = 5.0  # A command that reads the index may hold its lock for a moment.
+IN_MEMORY = ":memory:"
+TABLES = """
+CREATE TABLE IF NOT EXISTS records (key BLOB PRIMARY KEY, bytes INT, used INT, kind TEXT) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS by_use ON records (used, bytes, kind);
+CREATE TABLE IF NOT EXISTS headers (
+    key BLOB PRIMARY KEY, namespace BLOB, tokens INT, first INT, parts INT, part_bytes INT, codec TEXT, label TEXT,
+    model TEXT, tenant TEXT
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS state (complete INT);
+INSERT INTO state SELECT 0 WHERE NOT EXISTS (SELECT * FROM state);
+"""
+
+
+class IndexLost(OSError):
+    """The database is damaged or cannot be read."""
+
+
+class IndexedRecord(NamedTuple):
+    """A record in the index."""
+
+    key: ChunkKey
+    bytes: int
+    kind: RecordKind
+
+
+class _Row(NamedTuple):
+    """A record that the database does not have yet."""
+
+    meta: RecordMeta
+    bytes: int
+    used: int  # in nanoseconds since 1970
+
+
+class DiskIndex:
+    """The rows of a directory's records. Any thread may call any method.
+
+    If the database cannot be used, for example on a full disk, the index is kept in memory and ends with the process.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Open or create the index of a directory, and mark it as incomplete until `close`."""
+        self._path, self._mutex, self._work = root / FILE, new_lock(Rank.LEAF), threading.Lock()
+        self._rows: dict[ChunkKey, _Row | None] = {}  # changes to commit; None for a record that was removed
+        self._uses: dict[ChunkKey, int] = {}  # times of last uses to commit
+        self._changed, self._ended = threading.Event(), threading.Event()
+        self._failed = self._damaged = False
+        try:
+            self._database = self._open(str(self._path))
+            # Whether the index has all records of the directory. A process that is killed leaves it incomplete.
+            self.complete = bool(self._database.execute("SELECT complete FROM state").fetchone()[0])
+            self._mark(complete=False)
+        except (sqlite3.Error, TypeError) as error:
+            log.warning("the index %s cannot be used (%s): it is built anew", self._path, error)
+            self._database, self.complete = self._open_anew(), False
+        self._thread = threading.Thread(target=self._commit_regularly, name="lmc-disk-index", daemon=True)
+        self._thread.start()
+
+    def records(self) -> Iterator[IndexedRecord]:
+        """Yield all records, least recently used first."""
+        kinds = {kind.value: kind for kind in RecordKind}
+        for key, size, kind in self._rows_of("SELECT key, bytes, kind FROM records ORDER BY used"):
+            yield IndexedRecord(ChunkKey(key), size, kinds.get(kind, RecordKind.PAGES))
+
+    def headers(self) -> Iterator[RecordMeta]:
+        """Yield the headers of all records without sizes and checksums of parts, least recently used first."""
+        kinds = {kind.value: kind for kind in RecordKind}
+        for key, kind, namespace, tokens, first, parts, part_bytes, codec, label, model, tenant in self._rows_of(
+            "SELECT key, kind, namespace, tokens, first, parts, part_bytes, codec, label, model, tenant "
+            "FROM records CROSS JOIN headers USING (key) ORDER BY used"
+        ):
+            yield RecordMeta(
+                key=ChunkKey(key), kind=kinds.get(kind, RecordKind.PAGES), namespace=namespace, tokens=tokens,
+                first=first, parts=parts, part_bytes=part_bytes, codec=codec, label=label, model=model, tenant=tenant,
+            )  # fmt: skip
+
+    def uses(self) -> dict[ChunkKey, float]:
+        """Return the time of the last use of each record, in seconds since 1970."""
+        return {ChunkKey(key): used / 1e9 for key, used in self._rows_of("SELECT key, used FROM records")}
+
+    def beginning_with(self, first: int) -> set[ChunkKey]:
+        """Return the keys of the records whose first byte is `first`."""
+        low, high = bytes([first]), bytes([first, *[255] * 32])
+        return {
+            ChunkKey(key) for (key,) in self._rows_of("SELECT key FROM records WHERE key BETWEEN ? AND ?", low, high)
+        }
+
+    def put(self, meta: RecordMeta, size: int, used: int) -> None:
+        """Add a record of `size` bytes, last `used` at this time in nanoseconds since 1970."""
+        with self._mutex:
+            self._rows[meta.key] = _Row(meta, size, used)
+            self._uses.pop(meta.key, None)
+        self._changed.set()
+
+    def remove(self, key: ChunkKey) -> None:
+        """Remove a record. An unknown key is ignored."""
+        with self._mutex:
+            self._rows[key] = None
+            self._uses.pop(key, None)
+        self._changed.set()
+
+    def use(self, key: ChunkKey, used: int) -> None:
+        """Record the time of a record's last use, in nanoseconds since 1970."""
+        with self._mutex:
+            self._uses[key] = used
+        self._changed.set()
+
+    def flush(self) -> bool:
+        """Commit all changes now. Returns false if that fails; they are committed later."""
+        with self._work:
+            with self._mutex:
+                rows, self._rows = self._rows, {}
+                uses, self._uses = self._uses, {}
+            if not rows and not uses:
+                return True
+            try:
+                self._commit(rows, uses)
+            except sqlite3.Error as error:
+                with self._mutex:
+                    self._rows, self._uses = rows | self._rows, uses | self._uses
+                # An operational error may pass, such as a full disk. Others mean that the database is damaged.
+                self._damaged = self._damaged or not isinstance(error, sqlite3.OperationalError)
+                if not self._failed:
+                    log.warning("the index %s cannot be written (%s); records are still found", self._path, error)
+                self._failed = True
+                return False
+            self._failed = False
+            return True
+
+    def clear(self) -> None:
+        """Begin with an empty database, because this one cannot be read."""
+        with self._work, self._mutex:
+            self._rows, self._uses = {}, {}
+            self.complete = self._failed = self._damaged = False
+            with suppress(sqlite3.Error):
+                self._database.close()
+            self._database = self._open_anew()
+
+    def close(self) -> None:
+        """Commit all changes, and mark the index as complete."""
+        self._ended.set()
+        self._changed.set()
+        self._thread.join()
+        if self.flush():
+            with suppress(sqlite3.Error):  # The next start compares the index with the directory.
+                self._mark(complete=True)
+        with suppress(sqlite3.Error):
+            self._database.close()
+        if self._damaged:
+            self._remove()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _open(self, path: str) -> sqlite3.Connection:
+        """Open a database, and create its tables. Raises `sqlite3.Error` for one of another version."""
+        if path != IN_MEMORY:  # SQLite would create a file that everybody can read.
+            with suppress(OSError):
+                os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        database = sqlite3.connect(path, timeout=PATIENCE_SECONDS, check_same_thread=False, isolation_level=None)
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+            (version,) = database.execute("PRAGMA user_version").fetchone()
+            if version not in (0, VERSION):
+                raise sqlite3.DatabaseError(f"it has version {version} instead of {VERSION}")
+            database.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {VERSION}; COMMIT")
+        except BaseException:
+            database.close()
+            raise
+        return database
+
+    def _open_anew(self) -> sqlite3.Connection:
+        """Remove the database, and create an empty one; in memory if that fails, too."""
+        try:
+            self._remove()
+            return self._open(str(self._path))
+        except (sqlite3.Error, OSError) as error:
+            log.warning("the index %s cannot be created (%s): the next start reads all records", self._path, error)
+            return self._open(IN_MEMORY)
+
+    def _remove(self) -> None:
+        for path in self._path.parent.glob(f"{FILE}*"):
+            path.unlink(missing_ok=True)
+
+    def _mark(self, *, complete: bool) -> None:
+        with self._work:
+            self._database.execute("PRAGMA synchronous = FULL")
+            self._database.execute("UPDATE state SET complete = ?", (complete,))
+            self._database.execute("PRAGMA synchronous = NORMAL")
+
+    def _rows_of(self, query: str, *values: object) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows of a query after all changes so far. Raises `IndexLost` if the database cannot be read."""
+        self.flush()
+        try:
+            with self._work:
+                cursor = self._database.execute(query, values)
+            while True:
+                with self._work:
+                    rows = cursor.fetchmany(FETCHED)
+                if not rows:
+                    return
+                yield from rows
+        except sqlite3.Error as error:
+            raise IndexLost(errno.EIO, f"the index cannot be read ({error})", str(self._path)) from error
+
+    def _commit(self, rows: Mapping[ChunkKey, _Row | None], uses: Mapping[ChunkKey, int]) -> None:
+        gone = [(key,) for key, row in rows.items() if row is None]
+        new = [row for row in rows.values() if row is not None]
+        database = self._database
+        database.execute("BEGIN IMMEDIATE")
+        try:
+            for table in ("records", "headers"):
+                database.executemany(f"DELETE FROM {table} WHERE key = ?", gone)
+            database.executemany(
+                "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)",
+                [(row.meta.key, row.bytes, row.used, row.meta.kind.value) for row in new],
+            )
+            database.executemany(
+                "INSERT OR REPLACE INTO headers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [_header(row.meta) for row in new],
+            )
+            database.executemany(
+                "UPDATE records SET used = ? WHERE key = ?", [(used, key) for key, used in uses.items()]
+            )
+            database.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):
+                database.execute("ROLLBACK")
+            raise
+
+    def _commit_regularly(self) -> None:
+        while True:
+            self._changed.wait()
+            if self._ended.wait(COMMIT_SECONDS):
+                return
+            self._changed.clear()
+            if not self.flush():
+                self._changed.set()
+                if self._ended.wait(RETRY_SECONDS):
+                    return
+
+
+def read_uses(root: Path) -> dict[ChunkKey, float]:
+    """Return the times of last uses from the index of a directory that another process may own.
+
+    Returns nothing if the directory has no index, or if it cannot be read.
+    """
+    path = root / FILE
+    try:
+        with closing(
+            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=PATIENCE_SECONDS)
+        ) as database:
+            return {ChunkKey(key): used / 1e9 for key, used in database.execute("SELECT key, used FROM records")}
+    except sqlite3.Error:
+        return {}
+
+
+def _header(meta: RecordMeta) -> tuple[object, ...]:
+    return (
+        meta.key, meta.namespace, meta.tokens, meta.first, meta.parts, meta.part_bytes, meta.codec, meta.label,
+        meta.model, meta.tenant,
+    )  # fmt: skip

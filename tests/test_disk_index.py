@@ -1,0 +1,311 @@
+"""The index of the disk tier: starts without reading records, killed processes, lost and damaged databases."""
+
+import logging
+import os
+import random
+import shutil
+import sqlite3
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from storage_fakes import RECORD_BYTES, eventually, key_of, meta_of, raw_record, stored
+from test_disk import path_of
+from tier_contract import read, write
+
+from lmc.keys import RecordKind
+from lmc.storage.change_log import ChangeLog
+from lmc.storage.tiers.disk import DiskTier, index
+from lmc.storage.tiers.disk import tier as disk
+from lmc.storage.tiers.record import RecordMeta
+
+KEYS = [key_of(number) for number in range(12)]
+ROOM = 100 * RECORD_BYTES
+
+
+def filled(root: Path, keys=KEYS) -> DiskTier:
+    tier = DiskTier(root, ROOM)
+    for number, key in enumerate(keys):
+        kind = RecordKind.DOCUMENT if number % 2 else RecordKind.PAGES
+        meta = replace(meta_of(key), kind=kind, label=f"label {number}", model="model", tenant=f"tenant {number}")
+        tier.write(meta, [stored(meta)])
+    return tier
+
+
+def killed(tier: DiskTier, to: Path) -> Path:
+    """The directory as a process that is killed now would leave it."""
+    shutil.copytree(tier.root, to)
+    return to
+
+
+def indexed(meta: RecordMeta) -> RecordMeta:
+    return replace(meta, sizes=(), checksums=())
+
+
+def refuse(*_, **__):
+    raise AssertionError("a record was read")
+
+
+def order(tier: DiskTier) -> list:
+    return [entry.key for entry in tier.entries()]
+
+
+def settled(tier: DiskTier) -> DiskTier:
+    """The tier when it has compared its index with its directory."""
+    if tier._comparing is not None:
+        tier._comparing.join()
+    return tier
+
+
+@pytest.fixture(autouse=True)
+def no_rests(monkeypatch):
+    monkeypatch.setattr(disk, "REST_SECONDS", 0.0)
+
+
+# -- a start ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_start_reads_no_record(tmp_path, monkeypatch):
+    with closing(filled(tmp_path)) as tier:
+        expected = []
+        for key in KEYS:
+            with closing(tier.open(key)) as reader:
+                expected.append(indexed(reader.meta))
+    monkeypatch.setattr(disk, "DiskReader", refuse)
+    with closing(DiskTier(tmp_path, ROOM)) as tier:
+        assert list(tier.headers()) == expected
+        settled(tier)
+        assert tier.contains(KEYS) == [True] * len(KEYS)
+        assert tier.bytes == len(KEYS) * RECORD_BYTES
+        assert tier.faults() == []
+
+
+def test_the_order_of_use_and_the_kinds_survive(tmp_path):
+    shuffled = random.Random(0).sample(KEYS, len(KEYS))
+    with closing(filled(tmp_path)) as tier:
+        for key in shuffled:
+            read(tier, key)
+    with closing(DiskTier(tmp_path, ROOM, document_share=0.5)) as tier:
+        assert order(tier) == shuffled
+        tier.capacity = 0
+        tier.trim()
+        assert tier.document_evictions == len(KEYS) // 2
+    with closing(DiskTier(tmp_path, ROOM)) as tier:
+        assert list(tier.headers()) == []
+
+
+def test_a_record_that_was_removed_or_replaced_does_not_come_back(tmp_path):
+    with closing(filled(tmp_path)) as tier:
+        tier.delete(KEYS[0])
+        tier.delete(KEYS[1])
+        write(tier, KEYS[1])
+    with closing(DiskTier(tmp_path, ROOM)) as tier:
+        assert {meta.key: meta.label for meta in tier.headers()}.keys() == {*KEYS[1:]}
+        assert [meta.label for meta in tier.headers() if meta.key == KEYS[1]] == [""]
+
+
+# -- killed processes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("committed", [0, 5, 12])
+def test_records_without_a_row_are_found_after_a_kill(tmp_path, committed, monkeypatch):
+    monkeypatch.setattr(index, "COMMIT_SECONDS", 3600.0)
+    tier = filled(tmp_path / "live", KEYS[:committed])
+    assert tier._rows.flush()
+    for key in KEYS[committed:]:
+        write(tier, key)
+    left = killed(tier, tmp_path / "killed")
+    tier.close()
+    with closing(DiskTier(left, ROOM)) as again:
+        changes = ChangeLog()
+        again.report_to(changes)
+        assert {meta.key for meta in again.headers()} == {*KEYS}
+        assert {chunk.key for chunk in changes.present()[1]["disk"]} == {*KEYS}
+        assert again.bytes == len(KEYS) * RECORD_BYTES
+        assert again.check() == []
+
+
+def test_rows_without_a_record_are_forgotten_after_a_kill(tmp_path, monkeypatch):
+    monkeypatch.setattr(index, "COMMIT_SECONDS", 3600.0)
+    tier = filled(tmp_path / "live")
+    assert tier._rows.flush()
+    for key in KEYS[:5]:
+        tier.delete(key)
+    left = killed(tier, tmp_path / "killed")
+    tier.close()
+    with closing(DiskTier(left, ROOM)) as again:
+        assert again.contains(KEYS) == [False] * 5 + [True] * 7
+        assert {meta.key for meta in again.headers()} == {*KEYS[5:]}
+        assert again.bytes == 7 * RECORD_BYTES
+        assert again.faults() == []
+
+
+def test_changes_are_committed_without_a_request(tmp_path, monkeypatch):
+    monkeypatch.setattr(index, "COMMIT_SECONDS", 0.01)
+    with closing(filled(tmp_path)) as tier:
+        eventually(lambda: len(index.read_uses(tmp_path)) == len(KEYS))
+        read(tier, KEYS[0])
+        eventually(lambda: max(uses := index.read_uses(tmp_path), key=uses.get) == KEYS[0])
+
+
+# -- directories that others have changed ----------------------------------------------------------------------------
+
+
+def test_an_older_directory_is_taken_over_in_place(tmp_path):
+    """It has no index: the order of use is that of the files' times."""
+    shuffled = random.Random(1).sample(KEYS, len(KEYS))
+    for number, key in enumerate(shuffled):
+        path = path_of(tmp_path, key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(raw_record(meta_of(key)))
+        os.utime(path, (1000 + number, 1000 + number))
+    with closing(DiskTier(tmp_path, ROOM)) as tier:
+        assert [meta.key for meta in tier.headers()] == shuffled
+        assert order(tier) == shuffled
+        assert [entry.used for entry in tier.entries()] == [1000 + number for number in range(len(KEYS))]
+
+
+def test_what_others_have_added_and_removed_is_noticed_in_the_background(tmp_path):
+    filled(tmp_path, KEYS[:6]).close()
+    path_of(tmp_path, KEYS[0]).unlink()
+    path_of(tmp_path, KEYS[7]).parent.mkdir(exist_ok=True)
+    path_of(tmp_path, KEYS[7]).write_bytes(raw_record(meta_of(KEYS[7])))
+    path_of(tmp_path, KEYS[8]).parent.mkdir(exist_ok=True)
+    path_of(tmp_path, KEYS[8]).write_bytes(b"garbage")
+    with closing(DiskTier(tmp_path, ROOM)) as tier:
+        settled(tier)
+        assert tier.contains([KEYS[0], KEYS[1], KEYS[7], KEYS[8]]) == [False, True, True, True]
+        assert tier.bytes == 6 * RECORD_BYTES + len(b"garbage")
+        assert read(tier, KEYS[7]) == bytes(stored(meta_of(KEYS[7])))
+        assert tier.faults() == []
+    with closing(DiskTier(tmp_path, ROOM)) as tier:
+        assert {meta.key for meta in tier.headers()} == {*KEYS[1:6], KEYS[7]}
+
+
+def test_a_guest_knows_the_uses_of_the_owner(tmp_path, monkeypatch):
+    monkeypatch.setattr(index, "COMMIT_SECONDS", 0.01)
+    with closing(filled(tmp_path)) as owner, closing(DiskTier(tmp_path, ROOM, read_only=True)) as guest:
+        read(owner, KEYS[3])
+        eventually(lambda: order(guest)[-1] == KEYS[3])
+        assert {*order(guest)} == {*KEYS}
+
+
+# -- damaged and lost databases --------------------------------------------------------------------------------------
+
+
+def damage(path: Path, dice: random.Random) -> None:
+    blob = bytearray(path.read_bytes())
+    match dice.randrange(4):
+        case 0:
+            blob = bytearray(dice.randbytes(len(blob)))
+        case 1:
+            del blob[dice.randrange(len(blob)) :]
+        case 2:
+            at = dice.randrange(0, len(blob), 512)
+            blob[at : at + 512] = dice.randbytes(512)
+        case _:
+            blob[dice.randrange(len(blob))] ^= 1 << dice.randrange(8)
+    path.write_bytes(blob)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_damaged_database_loses_no_record(tmp_path, seed):
+    filled(tmp_path).close()
+    damage(tmp_path / index.FILE, random.Random(seed))
+    with closing(DiskTier(tmp_path, ROOM)) as tier:
+        list(tier.headers())
+        settled(tier)
+        assert tier.contains(KEYS) == [True] * len(KEYS)
+        assert tier.faults() == []
+        for key in KEYS:
+            assert read(tier, key) is not None
+    with closing(DiskTier(tmp_path, ROOM)) as tier:
+        assert settled(tier).contains(KEYS) == [True] * len(KEYS)
+
+
+def test_a_damaged_database_that_can_be_read_is_built_anew_at_the_next_start(tmp_path, monkeypatch):
+    def malformed(*_):
+        raise sqlite3.DatabaseError("database disk image is malformed")
+
+    tier = filled(tmp_path)
+    assert tier._rows.flush()
+    monkeypatch.setattr(index.DiskIndex, "_commit", malformed)
+    tier.delete(KEYS[0])
+    tier.close()
+    assert not list(tmp_path.glob("index*"))
+    monkeypatch.undo()
+    with closing(DiskTier(tmp_path, ROOM)) as tier:
+        assert {meta.key for meta in tier.headers()} == {*KEYS[1:]}
+
+
+def test_a_lost_database_is_built_anew_with_a_warning_only_if_it_was_damaged(tmp_path, caplog):
+    filled(tmp_path).close()
+    (tmp_path / index.FILE).unlink()
+    with closing(DiskTier(tmp_path, ROOM)) as tier:
+        assert {meta.key for meta in tier.headers()} == {*KEYS}
+    assert caplog.records == []
+    (tmp_path / index.FILE).write_bytes(b"not a database" * 100)
+    with closing(DiskTier(tmp_path, ROOM)) as tier:
+        assert {meta.key for meta in tier.headers()} == {*KEYS}
+    assert "cannot be used (file is not a database): it is built anew" in caplog.text
+
+
+def test_a_database_of_another_version_is_built_anew(tmp_path, caplog):
+    filled(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / index.FILE)) as database:
+        database.execute("PRAGMA user_version = 99")
+    with closing(DiskTier(tmp_path, ROOM)) as tier:
+        assert {meta.key for meta in tier.headers()} == {*KEYS}
+    assert "it has version 99 instead of 1" in caplog.text
+
+
+def full(*_):
+    raise sqlite3.OperationalError("database or disk is full")
+
+
+def test_a_database_that_cannot_be_written_costs_only_the_next_start_time(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(index, "COMMIT_SECONDS", 0.01)
+    with closing(filled(tmp_path, KEYS[:6])) as tier, monkeypatch.context() as patch:
+        assert tier._rows.flush()
+        patch.setattr(index.DiskIndex, "_commit", full)
+        for key in KEYS[6:]:
+            write(tier, key)
+        eventually(lambda: "cannot be written (database or disk is full)" in caplog.text)
+        assert read(tier, KEYS[9]) is not None
+        tier.close()
+    assert caplog.text.count("cannot be written") == 1
+    with closing(DiskTier(tmp_path, ROOM)) as tier:
+        assert {meta.key for meta in tier.headers()} == {*KEYS}
+
+
+def test_changes_that_could_not_be_committed_are_committed_later(tmp_path, monkeypatch):
+    with closing(filled(tmp_path, KEYS[:6])) as tier:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                index.DiskIndex, "_commit", lambda *_: (_ for _ in ()).throw(sqlite3.OperationalError("busy"))
+            )
+            assert not tier._rows.flush()
+            tier.delete(KEYS[0])
+        assert tier._rows.flush()
+        assert tier._rows.uses().keys() == {*KEYS[1:6]}
+
+
+def test_without_a_place_for_the_database_the_tier_works(tmp_path, monkeypatch, caplog):
+    (tmp_path / index.FILE).mkdir(parents=True)
+    with caplog.at_level(logging.WARNING), closing(filled(tmp_path)) as tier:
+        assert {meta.key for meta in tier.headers()} == {*KEYS}
+        assert tier.check() == []
+    assert "the next start reads all records" in caplog.text
+    with closing(DiskTier(tmp_path, ROOM)) as tier:
+        assert {meta.key for meta in tier.headers()} == {*KEYS}
+
+
+def test_times_are_those_of_the_uses(tmp_path):
+    before = time.time()
+    with closing(filled(tmp_path)) as tier:
+        tier.note_use([KEYS[0]])
+    with closing(DiskTier(tmp_path, ROOM)) as tier:
+        assert order(tier)[-1] == KEYS[0]
+        assert all(before <= used <= time.time() for used in tier.last_uses().values())
