@@ -540,6 +540,31 @@ def test_nothing_is_computed_again_where_no_turn_follows(lab: Lab, monkeypatch: 
     assert lab.scheduler.numbers()["backfills"] == 3
 
 
+def test_requests_to_learn_are_no_blends_that_nothing_follows(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After sixteen documents had been learned, the turns of the first conversations were five times slower."""
+    monkeypatch.setattr(backfill, "TRIALS", 1)
+    learn(lab, *([token, *DOC_A[1:]] for token in range(5, 10)))
+    lab.settle()
+    assert lab.scheduler.numbers()["backfills"] == 0
+    lab.serve("first", chat(DOC_A, DOC_B))
+    lab.settle()
+    assert lab.scheduler.numbers()["backfills"] == 1
+
+
+def test_a_conversation_that_went_on_is_computed_exactly_however_few_do(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backfill, "TRIALS", 0)
+    monkeypatch.setattr(backfill, "WORTHWHILE", 1.0)
+    for number, order in enumerate([(DOC_A, DOC_B), (DOC_B, DOC_A), (DOC_C, DOC_A)]):
+        lab.serve(f"only {number}", chat(*order))
+        lab.settle()
+    assert lab.scheduler.numbers()["backfills"] == 0
+    lab.serve("second turn", later_turn(chat(DOC_C, DOC_A)))
+    lab.settle()
+    assert lab.scheduler.numbers()["backfills"] == 1
+
+
 @pytest.mark.parametrize(("worthwhile", "more"), [(0.5, 1), (1.0, 0)])
 @pytest.mark.parametrize("exact", [False, True], ids=["computed", "cached"])
 def test_another_question_about_the_same_documents_counts_as_one_that_follows(

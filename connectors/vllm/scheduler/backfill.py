@@ -9,7 +9,7 @@ layer a step. The blocks are added to vLLM's own prefix cache under their exact 
 exact blocks, as it would without lmc. A later turn that comes before the backfill ends revises the blend
 (`revision.py`).
 
-Backfill stops when too few blends are followed by another turn or another question.
+When too few blends are followed by another turn or another question, only conversations that went on are backfilled.
 """
 
 from collections import OrderedDict
@@ -78,17 +78,18 @@ class Backfill:
         """Count a prompt that continues an earlier blend, or asks something else about its documents."""
         self._follow_ups += 1
 
-    def add(self, request: Any, salts: Salts, conversation: Salt) -> None:
+    def add(self, request: Any, salts: Salts, conversation: Salt, *, follows: bool = False) -> None:
         """Queue an ended request, whose block hashes depend on `salts`.
 
-        It replaces an earlier turn of the same conversation. Without the engine's prefix cache, nothing is queued.
+        It replaces an earlier turn of the same conversation. A conversation that `follows` an earlier blend is likely
+        to go on, and is queued however few others do. Without the engine's prefix cache, nothing is queued.
         """
         if not self._caches_prefixes:
             return
         self._blends += 1
         if self._blends >= REMEMBERED:
             self._blends, self._follow_ups = self._blends / 2, self._follow_ups / 2
-        if self._blends > TRIALS and self._follow_ups < self._blends * WORTHWHILE:
+        if not follows and self._blends > TRIALS and self._follow_ups < self._blends * WORTHWHILE:
             return
         self._waiting.pop(conversation, None)
         self._waiting[conversation] = request, salts

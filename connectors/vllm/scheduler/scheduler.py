@@ -301,9 +301,10 @@ class Scheduler:
         if not state.loading:  # Otherwise a worker may still read the chunks, and reports when it has stopped.
             self._saves.save_tail(state, tables)
             aborted = request.status.name == "FINISHED_ABORTED"
-            if state.salts and request.num_computed_tokens and not (aborted or self.off):
+            asks = state.role is not Role.LEARN  # No turn follows a request to learn.
+            if asks and state.salts and request.num_computed_tokens and not (aborted or self.off):
                 assert state.origin is not None
-                self._backfill.add(request, state.salts, state.origin)
+                self._backfill.add(request, state.salts, state.origin, follows=state.follows)
             self._forget(state)
         if state.role is Role.BLEND and request.num_computed_tokens:
             documents, unknown = [one for one in state.documents if one.learnable or one.known], set(state.unknown)

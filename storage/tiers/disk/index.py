@@ -47,7 +47,11 @@ INSERT INTO state SELECT 0 WHERE NOT EXISTS (SELECT * FROM state);
 
 
 class IndexLost(OSError):
-    """The database is damaged or cannot be read."""
+    """The database is damaged or cannot be read. `clears` is the index's `clears` when the reading began."""
+
+    def __init__(self, error: Exception, path: Path, clears: int) -> None:
+        super().__init__(errno.EIO, f"the index cannot be read ({error})", str(path))
+        self.clears = clears
 
 
 class IndexedRecord(NamedTuple):
@@ -79,6 +83,7 @@ class DiskIndex:
         self._uses: dict[ChunkKey, int] = {}  # times of last uses to commit
         self._changed, self._ended = threading.Event(), threading.Event()
         self._failed = self._damaged = False
+        self.clears = 0  # number of calls of `clear`
         try:
             self._database = self._open(str(self._path))
             # Whether the index has all records of the directory. A process that is killed leaves it incomplete.
@@ -165,6 +170,7 @@ class DiskIndex:
         """Begin with an empty database, because this one cannot be read."""
         with self._work, self._mutex:
             self._rows, self._uses = {}, {}
+            self.clears += 1
             self.complete = self._failed = self._damaged = False
             with suppress(sqlite3.Error):
                 self._database.close()
@@ -224,6 +230,7 @@ class DiskIndex:
     def _rows_of(self, query: str, *values: object) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of a query after all changes so far. Raises `IndexLost` if the database cannot be read."""
         self.flush()
+        clears = self.clears
         try:
             with self._work:
                 cursor = self._database.execute(query, values)
@@ -234,7 +241,7 @@ class DiskIndex:
                     return
                 yield from rows
         except sqlite3.Error as error:
-            raise IndexLost(errno.EIO, f"the index cannot be read ({error})", str(self._path)) from error
+            raise IndexLost(error, self._path, clears) from error
 
     def _commit(self, rows: Mapping[ChunkKey, _Row | None], uses: Mapping[ChunkKey, int]) -> None:
         gone = [(key,) for key, row in rows.items() if row is None]

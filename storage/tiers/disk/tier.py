@@ -101,6 +101,7 @@ class DiskTier:
         self._rows: DiskIndex | None = None
         self._comparing: threading.Thread | None = None
         self._closed = threading.Event()
+        self._building = threading.Lock()  # held while the index is built anew; acquired before all others
         try:
             if read_only:
                 for entry in self.entries():
@@ -131,11 +132,16 @@ class DiskTier:
             self._comparing = threading.Thread(target=self._compare_gently, name="lmc-disk-compare", daemon=True)
             self._comparing.start()
 
-    def _build_anew(self, rows: DiskIndex, error: OSError) -> None:
-        """Replace an index that cannot be read, by reading all records. What is known of it stays known meanwhile."""
-        log.warning("%s: it is built anew from the records", error)
-        rows.clear()
-        self._compare(rows, range(SHARDS))
+    def _build_anew(self, rows: DiskIndex, error: IndexLost) -> None:
+        """Replace an index that cannot be read, by reading all records. What is known of it stays known meanwhile.
+
+        This waits for another thread that does the same.
+        """
+        with self._building:
+            if error.clears == rows.clears:
+                log.warning("%s: it is built anew from the records", error)
+                rows.clear()
+                self._compare(rows, range(SHARDS))
 
     def _compare_gently(self) -> None:
         """Compare the index with the directory, one folder at a time, with rests between them."""
@@ -338,7 +344,8 @@ class DiskTier:
             yield from self._headers(self._rows)
         except IndexLost as error:
             self._build_anew(self._rows, error)
-            yield from self._headers(self._rows)
+            with contextlib.suppress(IndexLost):  # Nothing more is known now; the next start builds it anew.
+                yield from self._headers(self._rows)
 
     def _headers(self, rows: DiskIndex) -> Iterator[RecordMeta]:
         for meta in rows.headers():
