@@ -540,10 +540,14 @@ def test_nothing_is_computed_again_where_no_turn_follows(lab: Lab, monkeypatch: 
     assert lab.scheduler.numbers()["backfills"] == 3
 
 
-def test_requests_to_learn_are_no_blends_that_nothing_follows(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_to_learn_are_no_blends_that_nothing_follows(make, monkeypatch: pytest.MonkeyPatch) -> None:
     """After sixteen documents had been learned, the turns of the first conversations were five times slower."""
     monkeypatch.setattr(backfill, "TRIALS", 1)
-    learn(lab, *([token, *DOC_A[1:]] for token in range(5, 10)))
+    options = {"blocks": 256, "slots": 64, "settings": {"load_policy": "always"}}
+    lab = make(answers=(HEADER,), messages=(USER,), prefix=(1, 50, 51), **options)
+    learn(lab, DOC_A, DOC_B)
+    for token in range(5, 10):
+        lab.serve(f"learn {token}", [token, *DOC_A[1:]], {"learn": True})
     lab.settle()
     assert lab.scheduler.numbers()["backfills"] == 0
     lab.serve("first", chat(DOC_A, DOC_B))

@@ -451,9 +451,13 @@ class Lab:
         if request.finished:
             self.free(request.request_id)
             return
-        if bad and self.groups.count > 1:  # The engine computes everything.
+        if bad and self.groups.count > 1:  # The engine computes everything, later if it has too few free blocks.
             self.free(request.request_id)
-            self.allocate(request, 0, 0)
+            if self.groups.count * -(-request.num_tokens // BLOCK) <= self.pool.get_num_free_blocks():
+                self.allocate(request, 0, 0)
+            else:
+                del self.tables[request.request_id]
+                request.num_preemptions += 1
             request.num_computed_tokens = 0
             return
         wrong = next((i for i, block in enumerate(table) if block in bad), None)
