@@ -22,7 +22,9 @@ PLACES = (
     Place(name="device", title="device memory", in_memory=True, medium="GPU", hit_source="DEVICE"),
     Place(name="host", title="memory", in_memory=True, medium="CPU", hit_source="HOST"),
     Place(name="disk", title="disk", medium="STORAGE", hit_source="DISK"),
-    Place(name="redis", title="Redis"),  # Not announced: Redis evicts by itself without reporting it.
+    # Not announced: they evict by themselves without reporting it.
+    Place(name="redis", title="Redis"),
+    Place(name="objects", title="object store"),
 )
 MEMORY = frozenset(place.name for place in PLACES if place.in_memory)
 _BY_NAME = {place.name: place for place in PLACES}

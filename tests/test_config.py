@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from lmc.config.lmcache import ALIASES, FEATURES, NESTED, feature_of, ignored
 from lmc.config.redis_url import parse_redis_url
+from lmc.config.remote_url import parse_remote_url
 from lmc.config.settings import Settings
 from lmc.config.sources import OF_SERVICES, REMOVED, RENAMED, shown
 from lmc.errors import ConfigError, LmcError
@@ -453,12 +454,64 @@ class TestLMCache:
         assert getattr(from_yaml(tmp_path, f"{old}: 0.25"), new) == 0.25
         assert "set again" in refusal({old: 1, new: 1})
 
-    @pytest.mark.parametrize("scheme", ["s3", "mooncakestore", "infinistore", "lm", "fs", "azure"])
+    @pytest.mark.parametrize("scheme", ["mooncakestore", "infinistore", "lm", "nixl"])
     def test_another_store_is_named_by_its_scheme_and_its_url_is_not_shown(self, scheme: str) -> None:
         said = refusal({"remote_url": f"{scheme}://user:hunter2@host:1/kv"})
-        are = "Redis (remote_url: redis://…), disk (local_disk) and memory are"
+        are = "Redis (redis://…), object stores (s3://…, gs://…, az://…) and shared directories (file:///…) are"
         assert said.startswith(f"remote_url (override remote_url): {scheme}:// is not there yet; {are}")
         assert "hunter2" not in said
+
+    @pytest.mark.parametrize(
+        ("url", "why"),
+        [
+            ("gs://user:hunter2@bucket/kv", "credentials do not belong into the URL"),
+            ("s3://bucket/kv?secret_access_key=hunter2", "credentials do not belong into the URL"),
+            ("s3:///kv", "an object store is written as s3://bucket/prefix"),
+            ("gs://one,two/kv", "an object store is written as s3://bucket/prefix"),
+            ("file://kv", "a shared directory is written as file:///path"),
+            ("fs://host:0/", "a shared directory is written as file:///path"),
+        ],
+    )
+    def test_what_is_wrong_with_the_url_of_an_object_store_is_said_without_secrets(self, url: str, why: str) -> None:
+        said = refusal({"remote_url": url})
+        assert said.startswith("remote_url (override remote_url): ")
+        assert why in said
+        assert "hunter2" not in said
+
+    def test_a_bucket_finds_its_login_and_its_address(self) -> None:
+        more = {
+            "aws_access_key_id": "id",
+            "aws_secret_access_key": "hunter2/",
+            "s3_region": "US-1",
+            "disable_tls": True,
+        }
+        given = Settings.load({"remote_url": "s3://kv.example.com/a", "extra_config": more}, environ={})
+        url = parse_remote_url(str(given.remote_url))
+        assert (str(url), dict(url.options)) == (
+            "S3 bucket kv/a",
+            {
+                "region": "US-1",
+                "endpoint": "http://kv.example.com",
+                "virtual_hosted_style_request": "true",
+                "access_key_id": "id",
+                "secret_access_key": "hunter2/",
+            },
+        )
+        assert "hunter2" not in repr(given) + repr(url) + shown("remote_url", given.remote_url)
+        assert Settings.load({"remote_url": "s3://kv/a"}, environ={}).remote_url == "s3://kv/a"
+
+    @pytest.mark.parametrize(
+        ("url", "shown"),
+        [
+            ("s3://bucket/some/prefix?endpoint=http://minio:9000", "S3 bucket bucket/some/prefix"),
+            ("gs://bucket", "Google Cloud Storage bucket bucket"),
+            ("az://account/container/kv", "Azure container account/container/kv"),
+            ("file:///mnt/kv", "shared directory /mnt/kv"),
+            ("fs://localhost:0/mnt/kv", "shared directory /mnt/kv"),
+        ],
+    )
+    def test_object_stores_and_shared_directories_are_remote_tiers(self, url: str, shown: str) -> None:
+        assert str(parse_remote_url(str(Settings(remote_url=url).remote_url))) == shown
 
     def test_chats_are_built_with_the_separator_that_is_the_default(self) -> None:
         assert Settings().blend_special_str == SEPARATOR
@@ -496,7 +549,7 @@ class TestLMCache:
         disk = written.get("local_disk") or str(written.get("local_device", "")).partition("file://")[2]
         assert (settings.local_disk is not None) == (bool(disk) and disk != "null")
         login = settings.remote_url and re.search("://(.*)@", settings.remote_url)
-        assert bool(login) == any("password" in name for name in written.get("extra_config") or ())
+        assert bool(login) == any(re.search("password|secret", name) for name in written.get("extra_config") or ())
         assert (settings.remote_url is not None) == bool(written.get("remote_url"))
         assert len(caplog.records) <= 1
 

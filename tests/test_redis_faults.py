@@ -29,7 +29,7 @@ from lmc.keys import ChunkKey
 from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
 from lmc.storage.tiers import breaker
-from lmc.storage.tiers.opening import open_redis
+from lmc.storage.tiers.opening import open_remote
 from lmc.storage.tiers.redis import RedisTier, resp
 from lmc.storage.tiers.redis import tier as redis_tier
 from lmc.storage.tiers.redis.connections import Server
@@ -471,7 +471,7 @@ def test_one_timeout_or_three_other_failures_are_enough(redis, away, failures):
 
 @pytest.mark.parametrize(("given", "seconds"), [({}, 0.5), ({"remote_deadline": 2.0}, 2.0)])
 def test_the_kernel_waits_for_each_piece_as_long_as_the_setting_says(redis, given, seconds):
-    with contextlib.closing(open_redis(Settings(remote_url=redis.tcp_url(), **given))) as tier:
+    with contextlib.closing(open_remote(Settings(remote_url=redis.tcp_url(), **given))) as tier:
         (server,) = servers_of(tier)
         with server.connection() as connection:
             assert connection.call("PING") == b"PONG"

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmc.config.redis_url import parse_redis_url
+from lmc.config.remote_url import parse_remote_url
 from lmc.config.settings import Settings
 from lmc.errors import ConfigError, CorruptRecord, InputError, TierUnusable
 from lmc.storage.tiers.disk import UNBOUNDED, DiskTier
@@ -51,9 +51,9 @@ def places(directory: Path | None) -> list[TierLocation]:
     settings = Settings.load()
     locations = [_disk(settings.local_disk)] if settings.local_disk is not None else []
     if settings.remote_url is not None:
-        from lmc.storage.tiers.opening import open_redis
+        from lmc.storage.tiers.opening import open_remote
 
-        locations.append(TierLocation(str(parse_redis_url(settings.remote_url)), lambda _: open_redis(settings)))
+        locations.append(TierLocation(str(parse_remote_url(settings.remote_url)), lambda _: open_remote(settings)))
     if not locations:
         raise ConfigError(
             "no tier: pass the directory of a disk tier, or set local_disk or remote_url (LMC_LOCAL_DISK, "

@@ -7,13 +7,23 @@ missing in lmc is rejected with an alternative. Names are regular expressions th
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
+
+from lmc.config.remote_url import STORES
 
 # Names in older versions of LMCache, for settings that lmc has.
 ALIASES: Mapping[str, str] = {
     "max_local_cache_size": "max_local_cpu_size",
     "blend_recompute_ratio": "blend_recompute_ratios",
     "blend_separator": "blend_special_str",
+}
+# Names in `extra_config` for the parts of the URL of a bucket.
+S3_NAMES = {
+    "user": "aws_access_key_id",
+    "password": "aws_secret_access_key",
+    "region": "s3_region",
+    "disable_tls": "disable_tls",
+    "s3_express": "s3_enable_s3express",
 }
 LOSSY = ("cachegen", "kivi")  # codecs that lose precision
 NESTED = "extra_config"  # a mapping of further settings
@@ -65,8 +75,8 @@ class Feature:
     instead: str
 
 
-_NO_TRANSPORT = "bytes move between device, memory, disk and Redis, and from no GPU to another"
-_SHARED = "hosts share chunks through Redis: set remote_url"
+_NO_TRANSPORT = "bytes move between device, memory, disk and a remote store, and from no GPU to another"
+_SHARED = "hosts share chunks through Redis or an object store: set remote_url"
 FEATURES = (
     Feature("sharing between peers (P2P)", ".*p2p.*", ("enable_p2p",), _SHARED),
     Feature(
@@ -104,7 +114,7 @@ FEATURES = (
         "plug-ins",
         "(remote_)?storage_plugins?.*|external_backends?|(runtime_)?plugin_.*",
         ("storage_plugins", "remote_storage_plugins", "external_backends", "runtime_plugin_locations"),
-        "the tiers are memory, disk and Redis: set local_disk or remote_url",
+        "the tiers are memory, disk, and Redis or an object store: set local_disk or remote_url",
     ),
     Feature(
         "settings from a server",
@@ -125,14 +135,23 @@ def feature_of(name: str) -> Feature | None:
     return next((feature for feature in FEATURES if re.fullmatch(feature.settings, name)), None)
 
 
+def is_on(value: object) -> bool:
+    """Return whether the value of a switch turns it on."""
+    return str(value).strip().lower() not in {"", "none", "null", "false", "0", "no", "off", "[]", "{}"}
+
+
 def login_names(url: object) -> dict[str, str]:
-    """Return the names of the settings in `extra_config` for user, password and database of a remote URL."""
+    """Return the names of the settings in `extra_config` for the parts of a remote URL."""
+    if _is_s3(url):
+        return S3_NAMES
     prefix = "valkey_" if str(url).strip().lower().startswith("valkey") else ""
     return {name: prefix + name for name in ("username", "password", "database")}
 
 
 def with_login(url: str, more: Mapping[str, object]) -> str:
-    """Return the URL of a Redis or Valkey with the login and the database from LMCache's `extra_config`."""
+    """Return the URL of a remote store with the login, and what else is part of it, from LMCache's `extra_config`."""
+    if _is_s3(url):
+        return _with_bucket(url, {part: more[name] for part, name in S3_NAMES.items() if more.get(name)})
     scheme, mark, rest = url.partition("://")
     user, password, database = (more.get(name) for name in login_names(url).values())
     if not mark or "@" in rest:
@@ -141,14 +160,33 @@ def with_login(url: str, more: Mapping[str, object]) -> str:
     return f"{scheme}://{login}{rest}" + (f"/{database}" if database and "/" not in rest else "")
 
 
+def _is_s3(url: object) -> bool:
+    return str(url).strip().lower().startswith("s3://")
+
+
+def _with_bucket(url: str, given: Mapping[str, object]) -> str:
+    """Return the URL of a bucket. LMCache writes the address under which a bucket is a host instead of its name."""
+    host, slash, path = url.strip()[len("s3://") :].partition("/")
+    if not given or "@" in host or "?" in url:
+        return url
+    options = {"region": given["region"]} if "region" in given else {}
+    bucket, dot, _ = host.partition(".")
+    if dot:
+        http = "http" if is_on(given.get("disable_tls")) else "https"
+        options |= {"endpoint": f"{http}://{host}", "virtual_hosted_style_request": "true"}
+    if is_on(given.get("s3_express")):
+        options["s3_express"] = "true"
+    login = ":".join(quote(str(given.get(part, "")), safe="") for part in ("user", "password"))
+    return f"s3://{login}@{bucket}{slash}{path}?{urlencode(options)}".replace("://:@", "://").rstrip("?")
+
+
 def other_store(url: object) -> str:
     """Return why lmc does not support a remote store; empty if the URL's scheme is supported."""
     scheme = re.match(r"\s*([a-z][\w+.-]*)://", str(url), re.IGNORECASE)
-    if not scheme or re.match(r"rediss?\b|unix\b|valkeys?\b|resp\b", scheme[1].lower()):
+    if not scheme or scheme[1].lower() in STORES or re.match(r"rediss?\b|unix\b|valkeys?\b|resp\b", scheme[1].lower()):
         return ""
     near = {
-        "fs": ". A directory that all hosts have mounted is not a tier either",
         "lm": ". For the engines of one host, `lmc serve` is one store (server: unix:///run/lmc.sock)",
     }.get(scheme[1].lower(), "")
-    there = "Redis (remote_url: redis://…), disk (local_disk) and memory are"
+    there = "Redis (redis://…), object stores (s3://…, gs://…, az://…) and shared directories (file:///…) are"
     return f"{scheme[1]}:// is not there yet; {there}{near}. Remove it, or name one of these"

@@ -16,13 +16,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
-from lmc.config.lmcache import FEATURES, feature_of, ignored, other_store
-from lmc.config.redis_url import parse_redis_url
+from lmc.config.lmcache import FEATURES, feature_of, ignored, is_on, other_store
+from lmc.config.remote_url import parse_remote_url, why_wrong
 from lmc.config.sources import (
     REMOVED,
     Given,
     Source,
-    is_on,
     read_environment,
     read_overrides,
     read_yaml,
@@ -78,8 +77,8 @@ def _socket(value: object) -> object:
     return path
 
 
-def _redis(url: str) -> str:
-    parse_redis_url(url)
+def _remote(url: str) -> str:
+    parse_remote_url(url)
     return url
 
 
@@ -108,11 +107,13 @@ class Settings(BaseModel):
         None, description="one directory, written as a path or as file:///path"
     )
     max_local_disk_size: Real = Field(10.0, ge=0, description="a number of GB")
-    remote_url: Annotated[Annotated[str, AfterValidator(_redis)] | None, BeforeValidator(_optional)] = Field(
+    remote_url: Annotated[Annotated[str, AfterValidator(_remote)] | None, BeforeValidator(_optional)] = Field(
         None,
         repr=False,
         description="redis://[user:password@]host[:port][/db], rediss:// for TLS, unix:///path[?db=0], "
-        "redis-cluster://host:port,host:port or redis-sentinel://host:port,host:port/service[/db]; rediss-… with TLS",
+        "redis-cluster://host:port,host:port or redis-sentinel://host:port,host:port/service[/db]; rediss-… with TLS; "
+        "s3://bucket/prefix, gs://bucket/prefix, az://account/container/prefix, or file:///directory that hosts share, "
+        "with credentials from the environment",
     )
     remote_serde: Codec = Field("none", description="none (or naive, its other name) or planes")
     remote_deadline: Real = Field(0.5, gt=0, description="a number of seconds above 0")
@@ -120,7 +121,7 @@ class Settings(BaseModel):
     remote_prefix: str = Field(
         "lmc",
         pattern=r"^[\w.:-]+$",
-        description="letters, digits and . : _ - that begin the names of our keys in Redis",
+        description="letters, digits and . : _ - that begin the names of our keys in Redis or in a bucket",
     )
     document_share: Real = Field(
         0.5, ge=0, le=1, description="the share of memory and of the disk, from 0 to 1, that belongs to documents"
@@ -234,7 +235,7 @@ def _conflicts(settings: Settings) -> Iterator[tuple[str, str, str]]:
 
 
 def _wrong_value(name: str, value: object, origin: str) -> str:
-    if name == "remote_url" and (why := other_store(value)):
+    if name == "remote_url" and (why := other_store(value) or why_wrong(value)):
         return f"remote_url ({origin}): {why}"
     return f"{_described(name, value, origin)} must be {Settings.model_fields[name].description}"
 

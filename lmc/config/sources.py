@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from lmc.config.lmcache import ALIASES, LOSSY, NESTED, feature_of, ignored, login_names, with_login
-from lmc.config.redis_url import parse_redis_url
+from lmc.config.lmcache import ALIASES, LOSSY, NESTED, feature_of, ignored, is_on, login_names, with_login
+from lmc.config.remote_url import parse_remote_url
 from lmc.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ def shown(name: str, value: object) -> str:
         return "***"
     if name == "remote_url" and value is not None:  # The URL may contain a password.
         try:
-            parse_redis_url(str(value))
+            parse_remote_url(str(value))
         except ValueError:
             return "(not shown)"  # Any part of an invalid URL may be a password.
     text = str(value) if isinstance(value, Path) else repr(list(value) if isinstance(value, tuple) else value)
@@ -164,11 +164,6 @@ def shown_foreign(name: str, value: object) -> str:
 
 def _without_login(text: str) -> str:
     return re.sub(r"(?<=://)\S*@", "***@", text)
-
-
-def is_on(value: object) -> bool:
-    """Return whether the value of a switch turns it on."""
-    return str(value).strip().lower() not in {"", "none", "null", "false", "0", "no", "off", "[]", "{}"}
 
 
 def log_level(default: int) -> int:

@@ -1,12 +1,16 @@
 """Open the tiers that the settings name."""
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from datetime import timedelta
+from typing import Any
 
-from lmc.config.redis_url import parse_redis_url
+from lmc.config.redis_url import RedisURL
+from lmc.config.remote_url import ObjectURL, RemoteURL, parse_remote_url
 from lmc.config.settings import Settings
-from lmc.errors import ConfigError
+from lmc.errors import ConfigError, TierUnusable
 from lmc.shapes import GIB
 from lmc.storage.tiers.codec import Coded, lz4_block
 from lmc.storage.tiers.disk import DiskTier
@@ -14,6 +18,9 @@ from lmc.storage.tiers.record import NO_CODEC
 from lmc.storage.tiers.tier import ListedTier, Tier
 
 log = logging.getLogger(__name__)
+
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")  # variables with the address of another S3
+ANSWER_SECONDS = 60.0  # An object store has to answer a request completely within this time.
 
 
 def open_tiers(settings: Settings, item_bytes: int) -> list[Tier]:
@@ -31,15 +38,15 @@ def open_tiers(settings: Settings, item_bytes: int) -> list[Tier]:
 def coded(tiers: Sequence[Tier], settings: Settings, item_bytes: int) -> list[Tier]:
     """Wrap tiers with their codecs. Raises `ConfigError` if a codec's package is missing.
 
-    Only records written to Redis may be encoded. Every tier decodes the encoded records that it has.
+    Only records written to a remote tier may be encoded. Every tier decodes the encoded records that it has.
     """
-    return [Coded(tier, settings.remote_serde if tier.name == "redis" else NO_CODEC, item_bytes) for tier in tiers]
+    return [Coded(tier, settings.remote_serde if tier.shared else NO_CODEC, item_bytes) for tier in tiers]
 
 
 def described(settings: Settings) -> str:
     """Return a description of the settings' tiers, for a log line."""
     disk = f"{settings.local_disk} ({settings.max_local_disk_size:g} GB)" if settings.local_disk else "no disk"
-    return f"{disk}, {parse_redis_url(settings.remote_url)}" if settings.remote_url else disk
+    return f"{disk}, {parse_remote_url(settings.remote_url)}" if settings.remote_url else disk
 
 
 def open_plain_tiers(settings: Settings) -> list[Tier]:
@@ -58,29 +65,71 @@ def open_plain_tiers(settings: Settings) -> list[Tier]:
             disk = DiskTier(settings.local_disk, capacity, document_share=settings.document_share)
             tiers.append(opened.enter_context(closing(disk)))
         if settings.remote_url is not None:
-            tiers.append(opened.enter_context(closing(open_redis(settings))))
+            tiers.append(opened.enter_context(closing(open_remote(settings))))
         opened.pop_all()
     return tiers
 
 
-def open_redis(settings: Settings) -> ListedTier:
-    """Open the Redis tier. Raises `TierUnusable`, or `ConfigError` if a package for it is missing."""
+def open_remote(settings: Settings) -> ListedTier:
+    """Open the remote tier. Raises `TierUnusable`, or `ConfigError` if a package for it is missing."""
     assert settings.remote_url is not None
-    tier, remote = _redis_tier(), parse_redis_url(settings.remote_url)
-    return tier(remote, deadline=settings.remote_deadline, ttl=settings.remote_ttl, prefix=settings.remote_prefix)
+    remote = parse_remote_url(settings.remote_url)
+    tier, of_remote = _tier_class(remote), {"deadline": settings.remote_deadline, "prefix": settings.remote_prefix}
+    if isinstance(remote, RedisURL):
+        return tier(remote, ttl=settings.remote_ttl, **of_remote)
+    if settings.remote_ttl:
+        log.warning(
+            "remote_ttl = %d has no effect: objects expire by a lifecycle rule of the bucket, or with lmc clear",
+            settings.remote_ttl,
+        )
+    return tier(_object_store(remote, settings.remote_deadline), str(remote), **of_remote)
 
 
 def check_packages(settings: Settings) -> None:
     """Raise `ConfigError` if a package for the tiers of the settings, or for their codecs, is missing."""
     if settings.remote_url is not None:
-        _redis_tier()
+        _tier_class(parse_remote_url(settings.remote_url))
     if settings.remote_serde != NO_CODEC:
         lz4_block()
 
 
-def _redis_tier() -> Callable[..., ListedTier]:
+def _tier_class(remote: RemoteURL) -> Callable[..., ListedTier]:
     try:
-        from lmc.storage.tiers.redis import RedisTier
+        if isinstance(remote, RedisURL):
+            from lmc.storage.tiers.redis import RedisTier
+
+            return RedisTier
+        from lmc.storage.tiers.objects import ObjectTier
+
+        return ObjectTier
     except ImportError as error:
-        raise ConfigError(f"remote_url needs the package {error.name}: pip install 'redis[hiredis]' lz4") from None
-    return RedisTier
+        packages = "'redis[hiredis]' lz4" if isinstance(remote, RedisURL) else "obstore cachetools"
+        raise ConfigError(f"remote_url needs the package {error.name}: pip install {packages}") from None
+
+
+def _object_store(remote: ObjectURL, deadline: float) -> Any:
+    """Return the client of an object store. Credentials come from the environment, as its users expect."""
+    from obstore.exceptions import BaseError
+    from obstore.store import LocalStore, from_url
+
+    if remote.is_directory:
+        try:
+            return LocalStore(remote.path, mkdir=True)
+        except (BaseError, OSError) as error:
+            raise TierUnusable(f"cannot use {remote}: {error}") from None
+    config = dict(remote.options)
+    endpoints = (config.get("endpoint"), *(os.environ.get(name) for name in ENDPOINTS))
+    client = {
+        "connect_timeout": timedelta(seconds=deadline),
+        "timeout": timedelta(seconds=ANSWER_SECONDS),
+        "allow_http": any(str(endpoint).startswith("http://") for endpoint in endpoints),
+    }
+    try:
+        return from_url(
+            f"{remote.scheme}://{remote.bucket}/{remote.path}",
+            config=config,
+            client_options=client,
+            retry_config={"max_retries": 1, "retry_timeout": timedelta(seconds=deadline)},
+        )
+    except BaseError as error:
+        raise ConfigError(f"remote_url ({remote}): {str(error).splitlines()[0]}") from None

@@ -1,0 +1,83 @@
+"""Parses the URL of a remote tier: a Redis, an object store, or a directory that hosts share. Nothing is opened."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from lmc.config.redis_url import RedisURL, parse_redis_url
+
+# Titles of object stores by URL scheme.
+STORES = {
+    "s3": "S3 bucket",
+    "s3a": "S3 bucket",
+    "gs": "Google Cloud Storage bucket",
+    "az": "Azure container",
+    "abfs": "Azure container",
+    "abfss": "Azure container",
+    "file": "shared directory",
+    "fs": "shared directory",  # LMCache's name
+}
+SECRET = re.compile("key|secret|token|password|sas|credential", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectURL:
+    """The address of an object store, or of a directory that hosts share."""
+
+    scheme: str
+    bucket: str = ""
+    path: str = ""  # prefix of the names of objects, or the directory
+    # Such as ("endpoint", "http://minio:9000"); also a login.
+    options: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+
+    @property
+    def is_directory(self) -> bool:
+        """Whether it is a directory that hosts share."""
+        return not self.bucket
+
+    def __str__(self) -> str:
+        return f"{STORES[self.scheme]} {'/'.join(filter(None, (self.bucket, self.path)))}"
+
+
+RemoteURL = RedisURL | ObjectURL
+
+
+def parse_remote_url(url: str) -> RemoteURL:
+    """Return the parsed URL of a remote tier.
+
+    Raises `ValueError` for an invalid URL. The message contains neither the URL nor a password.
+    """
+    scheme, mark, _ = url.strip().partition("://")
+    if mark and scheme.lower() in STORES:
+        return _parse_object_url(url.strip(), scheme.lower())
+    return parse_redis_url(url)
+
+
+def why_wrong(url: object) -> str:
+    """Return why the URL of an object store or a shared directory is invalid; empty for all other URLs."""
+    if str(url).strip().partition("://")[0].lower() in STORES:
+        try:
+            parse_remote_url(str(url))
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def _parse_object_url(url: str, scheme: str) -> ObjectURL:
+    split = urlsplit(url)
+    path, options = unquote(split.path), parse_qsl(split.query, keep_blank_values=True)
+    login, _, bucket = split.netloc.rpartition("@")
+    if any(SECRET.search(name) for name, _ in options) or (login and STORES[scheme] != STORES["s3"]):
+        raise ValueError("credentials do not belong into the URL of an object store; they come from the environment")
+    if STORES[scheme] == STORES["file"]:
+        # LMCache writes a host before the directory, which means nothing for a directory that is mounted here.
+        if not Path(path).is_absolute() or path == "/" or options:
+            raise ValueError("a shared directory is written as file:///path")
+        return ObjectURL(scheme=scheme, path=path)
+    if not bucket or "," in bucket:
+        raise ValueError("an object store is written as s3://bucket/prefix")
+    if login:
+        key, _, secret = login.partition(":")
+        options += [("access_key_id", unquote(key)), ("secret_access_key", unquote(secret))]
+    return ObjectURL(scheme=scheme, bucket=bucket, path=path.strip("/"), options=tuple(options))

@@ -1,0 +1,70 @@
+"""Calls of an object store with deadlines, from threads that wait for them.
+
+The library (`obstore`) is asynchronous. One thread runs the event loop, and callers wait until their deadlines.
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from obstore import exceptions
+
+from lmc.errors import TierUnusable
+
+T = TypeVar("T")
+MISSING = FileNotFoundError, exceptions.NotFoundError
+REFUSALS = exceptions.PermissionDeniedError, exceptions.UnauthenticatedError
+
+
+class Calls:
+    """The calls of one object store."""
+
+    def __init__(self, name: str, deadline: float) -> None:
+        """Start the thread. `name` is the store's name in errors; `deadline` is in seconds."""
+        self.name, self.deadline = name, deadline
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="lmc-objects", daemon=True)
+        self._thread.start()
+
+    def begin(self, call: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Begin a call, whose answer `answer` waits for."""
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
+
+    def answer(self, future: "Future[T]", within: float = 0.0) -> T:
+        """Return the answer to a call.
+
+        Raises `FileNotFoundError` for a missing object, `TimeoutError` if there is no answer `within` so many seconds
+        (or else the deadline), `TierUnusable` for missing permissions, and `OSError` for other errors.
+        """
+        try:
+            return future.result(within or self.deadline)
+        except TimeoutError:
+            future.cancel()
+            raise TimeoutError(f"{self.name}: no answer in {within or self.deadline:g} s") from None
+        except MISSING as error:
+            raise FileNotFoundError(_first_line(error)) from None
+        except REFUSALS as error:
+            raise TierUnusable(f"{self.name} refuses access: {_first_line(error)}") from None
+        except exceptions.BaseError as error:
+            raise OSError(f"{self.name}: {_first_line(error)}") from None
+
+    def call(self, call: Coroutine[Any, Any, T], within: float = 0.0) -> T:
+        """Return the answer to a call; see `answer`."""
+        return self.answer(self.begin(call), within)
+
+    def close(self) -> None:
+        """Stop the thread. Calls in flight fail."""
+        self._loop.call_soon_threadsafe(self._stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _stop(self) -> None:
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.call_soon(self._loop.stop)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].strip()

@@ -1,0 +1,252 @@
+"""The object tier: one object for each record, in S3, Google Cloud Storage, Azure, or in a directory that hosts share.
+
+    PREFIX/1/ab/abcd….safetensors   a record, named by the format's version and its key; the same bytes as on a disk
+
+An object is written in one step, so that readers see a whole record or none. Nothing is listed on a request's path: a
+lookup asks for each key that is not known to be present or absent, all at the same time. The store's owner decides how
+long objects stay, by a lifecycle rule of the bucket, or `lmc clear`.
+
+Requests are those of `obstore` (https://developmentseed.org/obstore), which wraps the Rust crate `object_store`.
+"""
+
+import asyncio
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from cachetools import TTLCache
+
+from lmc.errors import CorruptRecord, TierUnusable
+from lmc.keys import FORMAT, ChunkKey
+from lmc.storage.locks import Rank, new_lock
+from lmc.storage.tiers.breaker import Breaker
+from lmc.storage.tiers.objects.calls import MISSING, Calls
+from lmc.storage.tiers.objects.reader import ObjectReader, ObjectStream
+from lmc.storage.tiers.record import (
+    RecordMeta,
+    checksum,
+    encode_header,
+    removed_if_corrupt,
+    split_parts,
+    verify_parts,
+)
+from lmc.storage.tiers.tier import Entry, Finding, Written
+
+SUFFIX = ".safetensors"
+PROMPTLY = 0.4  # share of the deadline for a lookup
+KNOWN_KEYS = 1 << 16  # keys that are remembered as present, and as absent
+PRESENT_SECONDS, ABSENT_SECONDS = 60.0, 10.0  # for which the answer to a lookup is remembered
+AT_ONCE = 64  # requests of a lookup
+SLOWEST_BYTES = 4 << 20  # A write may take a second for so many bytes, besides the deadline.
+WHOLE_BYTES = 64 << 20  # A larger record is uploaded in several requests.
+LISTED = 1000  # objects in one answer
+LIST_SECONDS = 30.0  # deadline for one answer
+CLOSING_SECONDS = 1.0  # `close` waits at most this long for a probe in flight
+
+
+class ObjectTier:
+    """Records in an object store. It has no bound, and evicts nothing itself."""
+
+    name = "objects"
+    shared = True
+
+    def __init__(self, store: Any, title: str, *, deadline: float = 0.5, prefix: str = "lmc") -> None:
+        """Make the first contact with a store of `obstore`.
+
+        A store that does not respond causes a warning, and is used as soon as it responds. Raises `TierUnusable` if it
+        refuses access. `title` is the store's name in messages.
+        """
+        self.corrupt = 0
+        self._store, self._title, self._folder = store, title, f"{prefix}/{FORMAT}"
+        self._ours = re.compile(re.escape(self._folder) + r"/[0-9a-f]{2}/([0-9a-f]{64})" + re.escape(SUFFIX))
+        self._calls = Calls(title, deadline)
+        self._mutex = new_lock(Rank.LEAF)
+        self._present: TTLCache[ChunkKey, bool] = TTLCache(KNOWN_KEYS, PRESENT_SECONDS, time.monotonic)
+        self._absent: TTLCache[ChunkKey, bool] = TTLCache(KNOWN_KEYS, ABSENT_SECONDS, time.monotonic)
+        self._thread = threading.local()  # `streams`: the records that a thread has requested and not opened yet
+        self._breaker = Breaker(title, self._greet)
+        try:
+            self._breaker.start()
+        except BaseException:
+            self._calls.close()
+            raise
+
+    @property
+    def usable(self) -> bool:
+        """Whether the store responds. While it does not, every lookup is a miss without waiting."""
+        return self._breaker.usable
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Check keys, by remembered answers or by one request for each key."""
+        if not self.usable:
+            return [False] * len(keys)
+        with self._mutex:
+            unknown = [key for key in dict.fromkeys(keys) if key not in self._present and key not in self._absent]
+        if unknown:
+            answers = self._answer(self._calls.begin(self._ask(unknown)), self._calls.deadline * PROMPTLY)
+            for key, present in zip(unknown, answers, strict=True):
+                self._learn(key, present=present)
+        with self._mutex:
+            return [key in self._present for key in keys]
+
+    def announce(self, keys: Sequence[ChunkKey], into: Sequence[Sequence[memoryview]] = ()) -> None:
+        """Request these records at the same time."""
+        self._thread.streams = {key: self._begin(key) for key in keys} if self.usable else {}
+
+    def open(self, key: ChunkKey) -> ObjectReader | None:
+        """Open a record. Returns None if it is missing, or if the store is not usable."""
+        if not self.usable:
+            return None
+        stream = getattr(self._thread, "streams", {}).pop(key, None) or self._begin(key)
+        try:
+            with removed_if_corrupt(self.discard, key):
+                return ObjectReader(self._store, self._path(key), key, self._answer(stream), self._calls, self.discard)
+        except FileNotFoundError:
+            self._learn(key, present=False)
+            return None
+
+    def write(self, meta: RecordMeta, parts: Sequence[memoryview]) -> Written:
+        """Upload a record, if the store does not have it."""
+        if not self.usable:
+            return Written.REFUSED
+        with self._mutex:
+            self._absent.pop(meta.key, None)  # Another process may have written it since.
+        if self.contains([meta.key])[0]:
+            return Written.PRESENT
+        sums = tuple(checksum(part) for part in split_parts(parts, meta.stored))
+        # The bytes are copied, because the slot is reused after this returns, and the library may still send them then.
+        blob = b"".join([encode_header(replace(meta, checksums=sums)), *parts])
+        call = self._store.put_async(self._path(meta.key), blob, use_multipart=len(blob) > WHOLE_BYTES)
+        self._answer(self._calls.begin(_awaited(call)), self._calls.deadline + len(blob) / SLOWEST_BYTES)
+        self._learn(meta.key, present=True)
+        return Written.STORED
+
+    def delete(self, key: ChunkKey) -> bool:
+        """Delete a record. Returns false if it was missing."""
+        if not self.usable:
+            return False
+        there = bool(self._answer(self._calls.begin(self._ask([key])))[0])
+        if there:
+            with contextlib.suppress(FileNotFoundError):
+                self._answer(self._calls.begin(_awaited(self._store.delete_async(self._path(key)))))
+        self._learn(key, present=False)
+        return there
+
+    def discard(self, key: ChunkKey) -> None:
+        """Remove a corrupt record, and count it."""
+        self.corrupt += 1
+        self.delete(key)
+
+    def entries(self) -> Iterator[Entry]:
+        """Return the records, first written first: an object store does not know when an object was last read."""
+        found, stream = list[Entry](), self._store.list(f"{self._folder}/", chunk_size=LISTED).__aiter__()
+        while page := self._answer(self._calls.begin(_next_page(stream)), LIST_SECONDS):
+            for one in page:
+                if match := self._ours.fullmatch(one["path"]):
+                    key = ChunkKey(bytes.fromhex(match[1]))
+                    found.append(Entry(key=key, bytes=one["size"], used=one["last_modified"].timestamp()))
+        return iter(sorted(found, key=lambda entry: entry.used))
+
+    def check(self, fix: bool = False) -> list[Finding]:
+        """Read and verify every record. With `fix`, remove corrupt records."""
+        findings = []
+        for entry in self.entries():
+            problem = self._problem(entry.key)
+            if problem:
+                findings.append(Finding(where=self._path(entry.key), problem=problem, fixed=fix))
+                if fix:
+                    self.discard(entry.key)
+        return findings
+
+    def close(self) -> None:
+        """End all requests."""
+        self._breaker.close(CLOSING_SECONDS)
+        self._calls.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _greet(self) -> None:
+        """Make sure that the store lets lmc read and list. Raises `OSError` without an answer."""
+        with contextlib.suppress(FileNotFoundError):
+            self._calls.call(_awaited(self._store.head_async(f"{self._folder}/00/none")))
+        page = _next_page(self._store.list(f"{self._folder}/00/none", chunk_size=1).__aiter__())
+        try:
+            self._calls.call(page)
+        except OSError as error:
+            if "404 Not Found" in str(error):  # A listing of a bucket that exists is empty instead.
+                raise TierUnusable(f"{self._title} does not exist") from None
+            raise
+
+    def _path(self, key: ChunkKey) -> str:
+        name = key.hex()
+        return f"{self._folder}/{name[:2]}/{name}{SUFFIX}"
+
+    def _begin(self, key: ChunkKey) -> "Future[ObjectStream]":
+        return self._calls.begin(ObjectStream.of(self._store, self._path(key)))
+
+    def _answer(self, future: "Future[Any]", within: float = 0.0) -> Any:
+        """Return the answer to a call, and tell the breaker whether the store works."""
+        try:
+            answer = self._calls.answer(future, within)
+        except FileNotFoundError:
+            self._breaker.worked()
+            raise
+        except TierUnusable as error:  # Permissions that the store granted at the start.
+            self._breaker.open(error)
+            raise OSError(str(error)) from None
+        except OSError as error:
+            self._breaker.failed(error)
+            raise
+        self._breaker.worked()
+        return answer
+
+    def _learn(self, key: ChunkKey, *, present: bool) -> None:
+        """Remember whether a record is present."""
+        with self._mutex:
+            (self._absent if present else self._present).pop(key, None)
+            (self._present if present else self._absent)[key] = True
+
+    async def _ask(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Return for each key whether its object exists."""
+        turn = asyncio.Semaphore(AT_ONCE)
+
+        async def exists(key: ChunkKey) -> bool:
+            async with turn:
+                try:
+                    await self._store.head_async(self._path(key))
+                except MISSING:
+                    return False
+                return True
+
+        return list(await asyncio.gather(*map(exists, keys)))
+
+    def _problem(self, key: ChunkKey) -> str:
+        """Return the problem of a record, or an empty string. This removes nothing."""
+        try:
+            stream = self._answer(self._begin(key))
+            reader = ObjectReader(self._store, self._path(key), key, stream, self._calls, lambda _: None)
+            with contextlib.closing(reader):
+                verify_parts(reader.meta, reader.verified)
+        except FileNotFoundError:
+            return ""  # It was removed after it was listed.
+        except CorruptRecord as error:
+            return str(error)
+        return ""
+
+
+async def _awaited(call: Any) -> Any:
+    return await call
+
+
+async def _next_page(stream: Any) -> Sequence[Any]:
+    """Return the next objects of a listing; none at its end."""
+    try:
+        page: Sequence[Any] = await stream.__anext__()
+    except StopAsyncIteration:
+        page = ()
+    return page

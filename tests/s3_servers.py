@@ -1,0 +1,102 @@
+"""An S3 server of `moto` in a process of its own, and a proxy before it that misbehaves."""
+
+import http.client
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from redis_servers import free_port
+
+BUCKET = "chunks"
+ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
+
+
+@contextmanager
+def s3_server() -> Iterator[int]:
+    """The port of an S3 server with one bucket."""
+    port = free_port()
+    command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            make_bucket(port)
+            yield port
+        finally:
+            process.kill()
+
+
+def make_bucket(port: int, seconds: float = 60.0) -> None:
+    """Create the bucket as soon as the server answers."""
+    until = time.monotonic() + seconds
+    while True:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        try:
+            connection.request("PUT", f"/{BUCKET}")
+            assert connection.getresponse().status == 200
+            return
+        except OSError:
+            assert time.monotonic() < until, "the S3 server does not answer"
+            time.sleep(0.05)
+        finally:
+            connection.close()
+
+
+class Proxy:
+    """Passes requests on, unless `mode` says otherwise: `hang`, `refuse` (403), `fail` (500), `cut` (half a body)."""
+
+    def __init__(self, port: int) -> None:
+        self.mode, self.behind, self.go_on = "pass", port, threading.Event()
+        self.requests: list[str] = []  # methods and paths
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def handle_one_request(self) -> None:
+                self.raw_requestline = self.rfile.readline(65537)
+                if self.raw_requestline and self.parse_request():
+                    proxy.serve(self)
+                else:
+                    self.close_connection = True
+
+            def log_message(self, *_: object) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.port = self.server.server_port
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def serve(self, handler: BaseHTTPRequestHandler) -> None:
+        """Answer one request."""
+        body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+        self.requests.append(f"{handler.command} {handler.path}")
+        if self.mode == "hang":
+            self.go_on.wait(60)
+        status = {"refuse": 403, "fail": 500}.get(self.mode)
+        answer, headers = b"", {}
+        if status is None:
+            connection = http.client.HTTPConnection("127.0.0.1", self.behind, timeout=30)
+            connection.request(handler.command, handler.path, body, dict(handler.headers))
+            response = connection.getresponse()
+            status, answer, headers = response.status, response.read(), dict(response.getheaders())
+            connection.close()
+        handler.send_response(status)
+        length = headers.get("Content-Length", str(len(answer)))
+        for name, value in headers.items():
+            if name.lower() not in ("content-length", "transfer-encoding", "connection", "date", "server"):
+                handler.send_header(name, value)
+        handler.send_header("Content-Length", length)
+        handler.end_headers()
+        if handler.command != "HEAD":
+            cut = self.mode == "cut" and handler.command == "GET"
+            handler.wfile.write(answer[: len(answer) // 2] if cut else answer)
+            handler.close_connection = cut
+
+    def close(self) -> None:
+        """Stop, also requests that hang."""
+        self.go_on.set()
+        self.server.shutdown()
+        self.server.server_close()

@@ -1,0 +1,252 @@
+"""The object tier: the contract in memory, in a shared directory and in S3, and what can go wrong with a server."""
+
+import threading
+import time
+from collections import Counter
+from contextlib import closing
+from datetime import timedelta
+
+import pytest
+from obstore.store import LocalStore, MemoryStore, S3Store
+from s3_servers import BUCKET, ENVIRONMENT, Proxy, s3_server
+from storage_fakes import PART_BYTES, PARTS, eventually, get, key_of, meta_of, put, stored
+from tier_contract import K0, K1, K2, ListedContract, read, write
+
+from lmc.errors import ChunkLost, CorruptRecord, TierUnusable
+from lmc.storage.memory.slab import Slab
+from lmc.storage.store import Store
+from lmc.storage.tiers.objects import ObjectTier
+from lmc.storage.tiers.tier import Written
+
+KEYS = [key_of(number) for number in range(30)]
+
+
+class ObjectContract(ListedContract):
+    def raw_read(self, tier, key):
+        try:
+            return bytes(tier._store.get(tier._path(key)).bytes())
+        except FileNotFoundError:
+            return None
+
+    def raw_write(self, tier, key, blob):
+        tier._store.put(tier._path(key), blob)
+
+    def test_entries_list_sizes_with_the_least_recently_used_first(self, tier):
+        """An object store knows when objects were written, and not when they were read."""
+        for key in (K0, K1, K2):
+            write(tier, key)
+        read(tier, K0)
+        assert {entry.key for entry in tier.entries()} == {K0, K1, K2}
+
+
+class TestInMemory(ObjectContract):
+    @pytest.fixture
+    def tier(self):
+        with closing(ObjectTier(MemoryStore(), "a store in memory", deadline=30)) as tier:
+            yield tier
+
+
+class TestInASharedDirectory(ObjectContract):
+    @pytest.fixture
+    def tier(self, tmp_path):
+        with closing(
+            ObjectTier(LocalStore(tmp_path / "shared", mkdir=True), "a shared directory", deadline=30)
+        ) as tier:
+            yield tier
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with s3_server() as port:
+        yield port
+
+
+@pytest.fixture
+def proxy(s3):
+    proxy = Proxy(s3)
+    yield proxy
+    proxy.close()
+
+
+def ours() -> list[str]:
+    """The threads of object tiers that run."""
+    return [thread.name for thread in threading.enumerate() if thread.name in ("lmc-objects", "lmc-breaker")]
+
+
+def bucket(port: int, folder: str, name: str = BUCKET) -> S3Store:
+    config = {name.lower(): value for name, value in ENVIRONMENT.items()}
+    return S3Store(
+        name,
+        config={**config, "endpoint": f"http://127.0.0.1:{port}"},
+        client_options={"allow_http": True},
+        retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=1)},
+        prefix=folder,
+    )
+
+
+class TestInS3(ObjectContract):
+    @pytest.fixture
+    def tier(self, s3, request):
+        folder = f"{request.node.name.encode().hex()}"[-60:]
+        with closing(ObjectTier(bucket(s3, folder), "S3", deadline=30)) as tier:
+            yield tier
+
+
+# -- what a lookup costs ---------------------------------------------------------------------------------------------
+
+
+def heads(proxy: Proxy) -> int:
+    return Counter(request.split()[0] for request in proxy.requests)["HEAD"]
+
+
+def test_a_lookup_asks_once_for_each_key_and_remembers_the_answers(proxy):
+    with closing(ObjectTier(bucket(proxy.port, "lookups"), "S3", deadline=30)) as tier:
+        write(tier, K0)
+        proxy.requests.clear()
+        for _ in range(3):
+            assert tier.contains([K0, K1, K1, K2]) == [True, False, False, False]
+        assert heads(proxy) == 2, "what was written here is known to be there"
+        assert {request.split()[0] for request in proxy.requests} == {"HEAD"}
+
+
+def test_what_was_missing_is_found_after_a_while(proxy, monkeypatch):
+    with closing(ObjectTier(bucket(proxy.port, "later"), "S3", deadline=30)) as tier:
+        assert tier.contains([K0]) == [False]
+        with closing(ObjectTier(bucket(proxy.port, "later"), "S3", deadline=30)) as other:
+            write(other, K0)
+        assert tier.contains([K0]) == [False]
+        later = time.monotonic() + 11
+        monkeypatch.setattr(
+            tier._absent, "_TTLCache__timer", tier._absent.timer.__class__(lambda: later), raising=False
+        )
+        tier._absent.expire(later)
+        assert tier.contains([K0]) == [True]
+        assert tier.write(meta_of(K0), [stored(meta_of(K0))]) is Written.PRESENT
+
+
+def test_a_record_is_read_with_one_request(proxy):
+    with closing(ObjectTier(bucket(proxy.port, "reads"), "S3", deadline=30)) as tier:
+        write(tier, K0)
+        proxy.requests.clear()
+        assert read(tier, K0) == bytes(stored(meta_of(K0)))
+        assert [request.split()[0] for request in proxy.requests] == ["GET"]
+
+
+# -- servers that fail -----------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_hangs_costs_a_lookup_its_deadline_once(proxy, caplog):
+    with closing(ObjectTier(bucket(proxy.port, "hangs"), "S3", deadline=0.5)) as tier:
+        proxy.mode = "hang"
+        started = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"S3: no answer in 0\.2 s"):
+            tier.contains(KEYS)
+        assert time.monotonic() - started < 5
+        assert (tier.usable, tier.contains(KEYS), tier.open(K0)) == (False, [False] * 30, None)
+        assert tier.write(meta_of(K0), [stored(meta_of(K0))]) is Written.REFUSED
+        assert "its chunks are misses until it answers" in caplog.text
+        proxy.mode = "pass"
+        proxy.go_on.set()
+        eventually(lambda: tier.usable)
+        write(tier, K0)
+        assert read(tier, K0) == bytes(stored(meta_of(K0)))
+
+
+@pytest.mark.parametrize("mode", ["fail", "refuse"])
+def test_a_server_that_answers_with_errors_is_left_alone_until_it_works(proxy, mode):
+    with closing(ObjectTier(bucket(proxy.port, mode), "S3", deadline=30)) as tier:
+        write(tier, K0)
+        proxy.mode = mode
+        for _ in range(3):
+            if tier.usable:
+                with pytest.raises(OSError, match="S3"):
+                    tier.open(K0)
+        assert not tier.usable
+        proxy.mode = "pass"
+        eventually(lambda: tier.usable)
+        assert read(tier, K0) is not None
+
+
+def test_a_server_that_is_away_at_the_start_is_used_later(proxy, caplog):
+    proxy.mode = "fail"
+    with closing(ObjectTier(bucket(proxy.port, "away"), "S3", deadline=5)) as tier:
+        assert not tier.usable
+        assert "no answer from S3" in caplog.text
+        proxy.mode = "pass"
+        eventually(lambda: tier.usable)
+        write(tier, K0)
+
+
+def test_a_store_that_refuses_access_is_refused_at_the_start(proxy):
+    proxy.mode = "refuse"
+    with pytest.raises(TierUnusable, match="S3 refuses access"):
+        ObjectTier(bucket(proxy.port, "refused"), "S3", deadline=30)
+    assert ours() == []
+
+
+def test_a_bucket_that_does_not_exist_is_refused_at_the_start(s3):
+    with pytest.raises(TierUnusable, match="S3 does not exist"):
+        ObjectTier(bucket(s3, "folder", "nobucket"), "S3", deadline=30)
+    assert ours() == []
+
+
+def test_an_answer_that_ends_early_is_an_error_and_the_record_stays(proxy):
+    with closing(ObjectTier(bucket(proxy.port, "cut"), "S3", deadline=30)) as tier:
+        write(tier, K0)
+        proxy.mode = "cut"
+        with pytest.raises(OSError, match="S3"):
+            read(tier, K0)
+        proxy.mode = "pass"
+        assert read(tier, K0) == bytes(stored(meta_of(K0)))
+
+
+def test_a_damaged_object_is_a_miss_for_the_store(s3):
+    tier = ObjectTier(bucket(s3, "store"), "S3", deadline=30)
+    store = Store(Slab(2, PARTS, PART_BYTES), [tier])
+    for key in KEYS[:4]:
+        put(store, key)
+        store.flush()
+    assert get(store, KEYS[0]) is not None, "it was read from S3, because memory has two slots"
+    blob = bytearray(tier._store.get(tier._path(KEYS[1])).bytes())
+    blob[-1] ^= 1
+    tier._store.put(tier._path(KEYS[1]), bytes(blob))
+    with pytest.raises(ChunkLost):
+        get(store, KEYS[1])
+    assert store.stats().corrupt == {"objects": 1}
+    assert tier.contains([KEYS[1]]) == [False]
+    store.close()
+
+
+def test_threads_read_at_once(s3):
+    wrong = []
+    with closing(ObjectTier(bucket(s3, "threads"), "S3", deadline=30)) as tier:
+        for key in KEYS[:8]:
+            write(tier, key)
+
+        def work():
+            tier.announce(KEYS[:8])
+            wrong.extend(key for key in KEYS[:8] if read(tier, key) != bytes(stored(meta_of(key))))
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+def test_a_closed_tier_leaves_no_thread():
+    tier = ObjectTier(MemoryStore(), "a store in memory")
+    write(tier, K0)
+    tier.announce([K0, K1])
+    tier.close()
+    assert ours() == []
+
+
+def test_bytes_after_a_record_are_found(s3):
+    with closing(ObjectTier(bucket(s3, "longer"), "S3", deadline=30)) as tier:
+        write(tier, K0)
+        blob = bytes(tier._store.get(tier._path(K0)).bytes())
+        tier._store.put(tier._path(K0), blob + bytes(4096))
+        with pytest.raises(CorruptRecord, match="size is not what the header says"):
+            tier.open(K0)
