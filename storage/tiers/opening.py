@@ -82,7 +82,7 @@ def open_remote(settings: Settings) -> ListedTier:
             "remote_ttl = %d has no effect: objects expire by a lifecycle rule of the bucket, or with lmc clear",
             settings.remote_ttl,
         )
-    return tier(_object_store(remote, settings.remote_deadline), str(remote), **of_remote)
+    return tier(object_store(remote, settings.remote_deadline), str(remote), **of_remote)
 
 
 def check_packages(settings: Settings) -> None:
@@ -107,7 +107,7 @@ def _tier_class(remote: RemoteURL) -> Callable[..., ListedTier]:
         raise ConfigError(f"remote_url needs the package {error.name}: pip install {packages}") from None
 
 
-def _object_store(remote: ObjectURL, deadline: float) -> Any:
+def object_store(remote: ObjectURL, deadline: float) -> Any:
     """Return the client of an object store. Credentials come from the environment, as its users expect."""
     from obstore.exceptions import BaseError
     from obstore.store import LocalStore, from_url

@@ -5,8 +5,9 @@ The library (`obstore`) is asynchronous. One thread runs the event loop, and cal
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from obstore import exceptions
@@ -38,10 +39,19 @@ class Calls:
         Raises `FileNotFoundError` for a missing object, `TimeoutError` if there is no answer `within` so many seconds
         (or else the deadline), `TierUnusable` for missing permissions, and `OSError` for other errors.
         """
+        with self.translated(within):
+            try:
+                return future.result(within or self.deadline)
+            except TimeoutError:
+                future.cancel()
+                raise
+
+    @contextmanager
+    def translated(self, within: float = 0.0) -> Iterator[None]:
+        """Raise the library's errors in the block as described for `answer`."""
         try:
-            return future.result(within or self.deadline)
+            yield
         except TimeoutError:
-            future.cancel()
             raise TimeoutError(f"{self.name}: no answer in {within or self.deadline:g} s") from None
         except MISSING as error:
             raise FileNotFoundError(_first_line(error)) from None

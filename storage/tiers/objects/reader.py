@@ -1,6 +1,11 @@
 """Read a record from an object: one request streams it, and each part is copied into the slab and verified."""
 
+import asyncio
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from lmc.errors import CorruptRecord
@@ -21,38 +26,78 @@ PIECE_BYTES = 256 << 10  # The library collects at least this much before it han
 
 
 class ObjectStream:
-    """The bytes of an object, from its beginning on, as they arrive."""
+    """The bytes of an object, from its beginning on. The event loop receives them ahead of the reader's thread."""
 
-    def __init__(self, size: int, stream: Any) -> None:
+    def __init__(self, size: int, ahead: int) -> None:
         self.size, self.position = size, 0  # bytes of the object, and offset of the next byte
-        self._stream, self._rest = stream, memoryview(b"")
+        self._limit = ahead  # The stream pauses while the reader has not taken so many bytes.
+        self._pieces: deque[memoryview] = deque()
+        self._ahead, self._ended = 0, False
+        self._error: Exception | None = None
+        self._changed = threading.Condition()
+        self._loop, self._room = asyncio.get_running_loop(), asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
 
     @classmethod
-    async def of(cls, store: Any, path: str) -> "ObjectStream":
-        """Request an object, and return its stream with the first bytes."""
+    async def of(cls, store: Any, path: str, ahead: int) -> "ObjectStream":
+        """Request an object, and begin to receive it, about `ahead` bytes before they are read."""
         result = await store.get_async(path)
-        stream = cls(result.meta["size"], result.stream(min_chunk_size=PIECE_BYTES).__aiter__())
-        await stream.arrive()
+        stream = cls(result.meta["size"], ahead)
+        pieces = result.stream(min_chunk_size=min(PIECE_BYTES, ahead))
+        stream._task = asyncio.create_task(stream._receive(pieces))
         return stream
 
-    async def arrive(self) -> None:
-        """Wait for the next bytes, if all others have been taken. There are none at the end of the object."""
-        if not self._rest:
-            try:
-                self._rest = memoryview(await self._stream.__anext__())
-            except StopAsyncIteration:
-                self._rest = memoryview(b"")
+    def read_into(self, view: memoryview, seconds: float) -> int:
+        """Fill a view with the next bytes. Returns their number, which is smaller only at the end of the object.
 
-    @property
-    def has_bytes(self) -> bool:
-        """Whether `take` returns bytes without waiting."""
-        return bool(self._rest)
+        Raises `TimeoutError` if nothing arrives for `seconds` seconds, and the error that has ended the stream.
+        """
+        at = 0
+        while at < len(view):
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._pieces or self._ended, seconds):
+                    raise TimeoutError
+                if not self._pieces:
+                    if self._error is not None:
+                        raise self._error
+                    break
+                piece = self._pieces.popleft()
+                taken = min(len(piece), len(view) - at)
+                if taken < len(piece):
+                    self._pieces.appendleft(piece[taken:])
+                was_full, self._ahead = self._ahead >= self._limit, self._ahead - taken
+                resumes = was_full and self._ahead < self._limit
+            view[at : at + taken] = piece[:taken]
+            at += taken
+            if resumes:
+                self._loop.call_soon_threadsafe(self._room.set)
+        self.position += at
+        return at
 
-    def take(self, most: int) -> memoryview:
-        """Return the next bytes, `most` of them at most; none if they have not arrived."""
-        taken, self._rest = self._rest[:most], self._rest[most:]
-        self.position += len(taken)
-        return taken
+    def close(self) -> None:
+        """End the request."""
+        if self._task is not None and not self._ended:
+            with suppress(RuntimeError):  # The tier is closed, and the loop with it.
+                self._loop.call_soon_threadsafe(self._task.cancel)
+
+    async def _receive(self, stream: Any) -> None:
+        try:
+            async for piece in stream:
+                with self._changed:
+                    self._pieces.append(memoryview(piece))
+                    self._ahead += len(piece)
+                    self._changed.notify()
+                    if self._ahead >= self._limit:
+                        self._room.clear()
+                    else:
+                        self._room.set()
+                await self._room.wait()
+        except Exception as error:  # noqa: BLE001 - The reader raises it.
+            self._error = error
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify()
 
 
 class ObjectReader:
@@ -66,9 +111,16 @@ class ObjectReader:
         stream: ObjectStream,
         calls: Calls,
         discard: Callable[[ChunkKey], object],
+        *,
+        streams: bool,
     ) -> None:
-        """Read and verify the header. `discard` removes a record if a later read finds a corrupt part."""
+        """Read and verify the header. `discard` removes a record if a later read finds a corrupt part.
+
+        If not `streams`, only the header is read from the stream, and parts by requests for ranges.
+        """
         self._store, self._path, self._stream, self._calls, self._discard = store, path, stream, calls, discard
+        self._streams = streams
+        self._requested: dict[tuple[int, int], Future[Any]] = {}  # answers with the bytes of parts
         header = bytearray(min(ALIGN, stream.size))
         self._fill([memoryview(header)])
         self._start = header_size(bytes(header[:8]))
@@ -81,9 +133,13 @@ class ObjectReader:
             raise CorruptRecord("the record of another key")
         if stream.size != self._start + self.meta.offset(self.meta.parts):
             raise CorruptRecord("object size is not what the header says")
+        if not streams:
+            stream.close()
 
     def request(self, first: int, count: int) -> None:
-        """Do nothing: the stream has all parts in order."""
+        """Request these parts, to be read later. A stream has all parts in order."""
+        if not self._streams:
+            self._requested[first, count] = self._calls.begin(self._range(first, count))
 
     def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
         """Fill `into` with `count` parts, and verify each part. A corrupt part deletes the record."""
@@ -93,12 +149,12 @@ class ObjectReader:
     def verified(self, first: int, count: int, into: Sequence[memoryview]) -> None:
         """Fill `into` with `count` parts. Raises `CorruptRecord` for a corrupt part, without deleting the record."""
         parts = split_parts(into, self.meta.stored[first : first + count])
-        start, stop = (self._start + self.meta.offset(part) for part in (first, first + count))
-        if start == self._stream.position:
+        if self._streams and self._start + self.meta.offset(first) == self._stream.position:
             self._fill(parts)
-        else:  # Parts are usually read in order. Any other range is a request of its own.
-            blob = memoryview(self._calls.call(self._store.get_range_async(self._path, start=start, end=stop)))
-            if len(blob) != stop - start:
+        else:  # Parts of a stream are usually read in order. Any other range is a request of its own.
+            answer = self._requested.pop((first, count), None) or self._calls.begin(self._range(first, count))
+            blob = memoryview(self._calls.answer(answer))
+            if len(blob) != sum(map(len, parts)):
                 raise CorruptRecord("object is shorter than its header says")
             for part in parts:
                 part[:] = blob[: len(part)]
@@ -106,18 +162,20 @@ class ObjectReader:
         compare(map(checksum, parts), self.meta.checksums[first : first + count], first)
 
     def close(self) -> None:
-        """End the request."""
-        self._stream = ObjectStream(0, None)
+        """End all requests."""
+        self._stream.close()
+        for answer in self._requested.values():
+            answer.cancel()
+        self._requested.clear()
+
+    async def _range(self, first: int, count: int) -> Any:
+        start, stop = (self._start + self.meta.offset(part) for part in (first, first + count))
+        return await self._store.get_range_async(self._path, start=start, end=stop)
 
     def _fill(self, views: Sequence[memoryview]) -> None:
         """Fill views with the next bytes of the stream."""
         for view in views:
-            at = 0
-            while at < len(view):
-                if not self._stream.has_bytes:
-                    self._calls.call(self._stream.arrive())
-                taken = self._stream.take(len(view) - at)
-                if not taken:
-                    raise CorruptRecord("object is shorter than its header says")
-                view[at : at + len(taken)] = taken
-                at += len(taken)
+            with self._calls.translated():
+                filled = self._stream.read_into(view, self._calls.deadline)
+            if filled < len(view):
+                raise CorruptRecord("object is shorter than its header says")

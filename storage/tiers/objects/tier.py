@@ -14,15 +14,17 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 from cachetools import TTLCache
+from obstore.store import LocalStore
 
 from lmc.errors import CorruptRecord, TierUnusable
 from lmc.keys import FORMAT, ChunkKey
+from lmc.shapes import ALIGN
 from lmc.storage.locks import Rank, new_lock
 from lmc.storage.tiers.breaker import Breaker
 from lmc.storage.tiers.objects.calls import MISSING, Calls
@@ -43,6 +45,7 @@ KNOWN_KEYS = 1 << 16  # keys that are remembered as present, and as absent
 PRESENT_SECONDS, ABSENT_SECONDS = 60.0, 10.0  # for which the answer to a lookup is remembered
 AT_ONCE = 64  # requests of a lookup
 SLOWEST_BYTES = 4 << 20  # A write may take a second for so many bytes, besides the deadline.
+AHEAD_BYTES = 4 << 20  # that are received of each record before they are read
 WHOLE_BYTES = 64 << 20  # A larger record is uploaded in several requests.
 LISTED = 1000  # objects in one answer
 LIST_SECONDS = 30.0  # deadline for one answer
@@ -64,6 +67,8 @@ class ObjectTier:
         self.corrupt = 0
         self._store, self._title, self._folder = store, title, f"{prefix}/{FORMAT}"
         self._ours = re.compile(re.escape(self._folder) + r"/[0-9a-f]{2}/([0-9a-f]{64})" + re.escape(SUFFIX))
+        # From a directory, ranges are faster: the library streams a file in pieces of 8 KiB (0.3 instead of 2.4 GB/s).
+        self._ahead = ALIGN if isinstance(store, LocalStore) else AHEAD_BYTES
         self._calls = Calls(title, deadline)
         self._mutex = new_lock(Rank.LEAF)
         self._present: TTLCache[ChunkKey, bool] = TTLCache(KNOWN_KEYS, PRESENT_SECONDS, time.monotonic)
@@ -105,7 +110,7 @@ class ObjectTier:
         stream = getattr(self._thread, "streams", {}).pop(key, None) or self._begin(key)
         try:
             with removed_if_corrupt(self.discard, key):
-                return ObjectReader(self._store, self._path(key), key, self._answer(stream), self._calls, self.discard)
+                return self._reader(key, self._answer(stream), self.discard)
         except FileNotFoundError:
             self._learn(key, present=False)
             return None
@@ -114,9 +119,7 @@ class ObjectTier:
         """Upload a record, if the store does not have it."""
         if not self.usable:
             return Written.REFUSED
-        with self._mutex:
-            self._absent.pop(meta.key, None)  # Another process may have written it since.
-        if self.contains([meta.key])[0]:
+        if self.contains([meta.key])[0]:  # If another process has written it a moment ago, equal bytes replace it.
             return Written.PRESENT
         sums = tuple(checksum(part) for part in split_parts(parts, meta.stored))
         # The bytes are copied, because the slot is reused after this returns, and the library may still send them then.
@@ -187,7 +190,11 @@ class ObjectTier:
         return f"{self._folder}/{name[:2]}/{name}{SUFFIX}"
 
     def _begin(self, key: ChunkKey) -> "Future[ObjectStream]":
-        return self._calls.begin(ObjectStream.of(self._store, self._path(key)))
+        return self._calls.begin(ObjectStream.of(self._store, self._path(key), self._ahead))
+
+    def _reader(self, key: ChunkKey, stream: ObjectStream, discard: Callable[[ChunkKey], object]) -> ObjectReader:
+        streams = self._ahead == AHEAD_BYTES
+        return ObjectReader(self._store, self._path(key), key, stream, self._calls, discard, streams=streams)
 
     def _answer(self, future: "Future[Any]", within: float = 0.0) -> Any:
         """Return the answer to a call, and tell the breaker whether the store works."""
@@ -229,8 +236,7 @@ class ObjectTier:
         """Return the problem of a record, or an empty string. This removes nothing."""
         try:
             stream = self._answer(self._begin(key))
-            reader = ObjectReader(self._store, self._path(key), key, stream, self._calls, lambda _: None)
-            with contextlib.closing(reader):
+            with contextlib.closing(self._reader(key, stream, lambda _: None)) as reader:
                 verify_parts(reader.meta, reader.verified)
         except FileNotFoundError:
             return ""  # It was removed after it was listed.
