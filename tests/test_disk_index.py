@@ -1,5 +1,6 @@
 """The index of the disk tier: starts without reading records, killed processes, lost and damaged databases."""
 
+import errno
 import logging
 import os
 import random
@@ -12,9 +13,10 @@ from pathlib import Path
 
 import pytest
 from storage_fakes import RECORD_BYTES, eventually, key_of, meta_of, raw_record, stored
-from test_disk import path_of
+from test_disk import path_of, raising
 from tier_contract import read, write
 
+from lmc.errors import TierUnusable
 from lmc.keys import RecordKind
 from lmc.storage.change_log import ChangeLog
 from lmc.storage.tiers.disk import DiskTier, index
@@ -182,6 +184,31 @@ def test_what_others_have_added_and_removed_is_noticed_in_the_background(tmp_pat
         assert tier.faults() == []
     with closing(DiskTier(tmp_path, ROOM)) as tier:
         assert {meta.key for meta in tier.headers()} == {*KEYS[1:6], KEYS[7]}
+
+
+def test_nothing_is_forgotten_while_the_records_are_away(tmp_path, monkeypatch):
+    """For example, because the filesystem is not mounted."""
+    filled(tmp_path).close()
+    with closing(DiskTier(tmp_path, ROOM)) as tier:
+        settled(tier)
+        (tmp_path / "records").rename(tmp_path / "away")
+        tier._compare_gently()
+        (tmp_path / "away").rename(tmp_path / "records")
+        assert tier.contains(KEYS) == [True] * len(KEYS)
+        assert len(list(tier.headers())) == len(KEYS)
+
+
+def test_an_index_is_not_trusted_after_a_start_that_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(index, "COMMIT_SECONDS", 3600.0)
+    tier = filled(tmp_path / "live")
+    left = killed(tier, tmp_path / "killed")
+    tier.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.os, "listdir", raising(PermissionError(errno.EACCES, "Permission denied")))
+        with pytest.raises(TierUnusable, match="Permission denied"):
+            DiskTier(left, ROOM)
+    with closing(DiskTier(left, ROOM)) as tier:
+        assert {meta.key for meta in tier.headers()} == {*KEYS}
 
 
 def test_a_guest_knows_the_uses_of_the_owner(tmp_path, monkeypatch):

@@ -176,12 +176,12 @@ class DiskIndex:
                 self._database.close()
             self._database = self._open_anew()
 
-    def close(self) -> None:
-        """Commit all changes, and mark the index as complete."""
+    def close(self, *, complete: bool = True) -> None:
+        """Commit all changes, and mark the index as `complete`, so that the next start trusts it."""
         self._ended.set()
         self._changed.set()
         self._thread.join()
-        if self.flush():
+        if self.flush() and complete:
             with suppress(sqlite3.Error):  # The next start compares the index with the directory.
                 self._mark(complete=True)
         with suppress(sqlite3.Error):

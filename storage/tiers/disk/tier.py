@@ -99,6 +99,7 @@ class DiskTier:
         # The lock is released even without a call of `close`, for the next tier in this process.
         self._let_go = weakref.finalize(self, files.give_directory_back, lock)
         self._rows: DiskIndex | None = None
+        self._loaded = False  # The index has been read, and compared with the directory if it was incomplete.
         self._comparing: threading.Thread | None = None
         self._closed = threading.Event()
         self._building = threading.Lock()  # held while the index is built anew; acquired before all others
@@ -128,6 +129,7 @@ class DiskTier:
                 self._compare(rows, range(SHARDS))
         except IndexLost as error:
             self._build_anew(rows, error)
+        self._loaded = True
         if rows.complete:
             self._comparing = threading.Thread(target=self._compare_gently, name="lmc-disk-compare", daemon=True)
             self._comparing.start()
@@ -180,7 +182,8 @@ class DiskTier:
         """Return the keys of the files in a folder that are named like records."""
         try:
             names = os.listdir(self._records / shard)
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
+            os.scandir(self._records).close()  # Raises an error if all folders are missing, as without a mount.
             return set()
         return {
             ChunkKey(bytes.fromhex(name[:64])) for name in names if _RECORD_NAME.fullmatch(name) and name[:2] == shard
@@ -415,7 +418,7 @@ class DiskTier:
         if self._rows is not None:
             with self._lock:
                 self._apply_uses()
-            self._rows.close()
+            self._rows.close(complete=self._loaded)
         self._let_go()
 
     def _probe(self) -> None:
