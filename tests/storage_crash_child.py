@@ -11,7 +11,10 @@ from storage_fakes import PART_BYTES, PARTS, get, key_of, put
 from lmc.errors import ChunkLost
 from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
-from lmc.storage.tiers.disk import DiskTier
+from lmc.storage.tiers.disk import DiskTier, index
+
+
+index.COMMIT_SECONDS = 0.005  # Writers are killed after some milliseconds, and often during a commit.
 
 
 def write_until_killed(directory: str, capacity: int, seed: int) -> None:
