@@ -13,7 +13,6 @@ from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
 from lmc.storage.tiers.disk import DiskTier, index
 
-
 index.COMMIT_SECONDS = 0.005  # Writers are killed after some milliseconds, and often during a commit.
 
 

@@ -1,5 +1,6 @@
 """The object tier: the contract in memory, in a shared directory and in S3, and what can go wrong with a server."""
 
+import asyncio
 import threading
 import time
 from collections import Counter
@@ -9,13 +10,14 @@ from datetime import timedelta
 import pytest
 from obstore.store import LocalStore, MemoryStore, S3Store
 from s3_servers import BUCKET, ENVIRONMENT, Proxy, s3_server
-from storage_fakes import PART_BYTES, PARTS, eventually, get, key_of, meta_of, put, stored
+from storage_fakes import PART_BYTES, PARTS, eventually, get, key_of, memory, meta_of, put, stored
 from tier_contract import K0, K1, K2, ListedContract, read, write
 
 from lmc.errors import ChunkLost, CorruptRecord, TierUnusable
 from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
 from lmc.storage.tiers.objects import ObjectTier
+from lmc.storage.tiers.objects import tier as objects_tier
 from lmc.storage.tiers.tier import Written
 
 KEYS = [key_of(number) for number in range(30)]
@@ -233,6 +235,32 @@ def test_threads_read_at_once(s3):
         for thread in threads:
             thread.join()
     assert wrong == []
+
+
+def test_records_that_are_announced_and_not_opened_do_not_stay_in_flight(monkeypatch):
+    monkeypatch.setattr(objects_tier, "AHEAD_BYTES", 4096)
+    with closing(ObjectTier(MemoryStore(), "a store in memory", deadline=30)) as tier:
+        write(tier, K0)
+        tier.announce([K0, K1])
+        reader = tier.open(K0)
+        tier.announce([K0, K1])
+        assert asyncio.all_tasks(tier._calls._loop)
+        reader.close()
+        tier.announce([])
+        eventually(lambda: not asyncio.all_tasks(tier._calls._loop))
+
+
+def test_a_stream_waits_for_its_reader(s3, monkeypatch):
+    monkeypatch.setattr(objects_tier, "AHEAD_BYTES", 4096)
+    meta = meta_of(K0, PARTS, 1 << 20)
+    with closing(ObjectTier(bucket(s3, "waits"), "S3", deadline=30)) as tier:
+        assert tier.write(meta, [stored(meta)]) is Written.STORED
+        with closing(tier.open(K0)) as reader:
+            eventually(lambda: reader._stream._ahead >= 4096)
+            assert reader._stream._ahead < 1 << 20, "not all of the record"
+            into = memory(PARTS << 20)
+            reader.read(0, PARTS, [into])
+            assert bytes(into) == bytes(stored(meta))
 
 
 def test_a_closed_tier_leaves_no_thread():

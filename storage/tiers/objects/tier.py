@@ -68,7 +68,7 @@ class ObjectTier:
         self._store, self._title, self._folder = store, title, f"{prefix}/{FORMAT}"
         self._ours = re.compile(re.escape(self._folder) + r"/[0-9a-f]{2}/([0-9a-f]{64})" + re.escape(SUFFIX))
         # From a directory, ranges are faster: the library streams a file in pieces of 8 KiB (0.3 instead of 2.4 GB/s).
-        self._ahead = ALIGN if isinstance(store, LocalStore) else AHEAD_BYTES
+        self._streams = not isinstance(store, LocalStore)
         self._calls = Calls(title, deadline)
         self._mutex = new_lock(Rank.LEAF)
         self._present: TTLCache[ChunkKey, bool] = TTLCache(KNOWN_KEYS, PRESENT_SECONDS, time.monotonic)
@@ -100,7 +100,9 @@ class ObjectTier:
             return [key in self._present for key in keys]
 
     def announce(self, keys: Sequence[ChunkKey], into: Sequence[Sequence[memoryview]] = ()) -> None:
-        """Request these records at the same time."""
+        """Request these records at the same time. Earlier ones that were not opened are dropped."""
+        for dropped in getattr(self._thread, "streams", {}).values():
+            dropped.add_done_callback(_close)
         self._thread.streams = {key: self._begin(key) for key in keys} if self.usable else {}
 
     def open(self, key: ChunkKey) -> ObjectReader | None:
@@ -190,11 +192,16 @@ class ObjectTier:
         return f"{self._folder}/{name[:2]}/{name}{SUFFIX}"
 
     def _begin(self, key: ChunkKey) -> "Future[ObjectStream]":
-        return self._calls.begin(ObjectStream.of(self._store, self._path(key), self._ahead))
+        ahead = AHEAD_BYTES if self._streams else ALIGN  # From a directory, the stream has the header only.
+        return self._calls.begin(ObjectStream.of(self._store, self._path(key), ahead))
 
     def _reader(self, key: ChunkKey, stream: ObjectStream, discard: Callable[[ChunkKey], object]) -> ObjectReader:
-        streams = self._ahead == AHEAD_BYTES
-        return ObjectReader(self._store, self._path(key), key, stream, self._calls, discard, streams=streams)
+        path = self._path(key)
+        try:
+            return ObjectReader(self._store, path, key, stream, self._calls, discard, streams=self._streams)
+        except BaseException:
+            stream.close()
+            raise
 
     def _answer(self, future: "Future[Any]", within: float = 0.0) -> Any:
         """Return the answer to a call, and tell the breaker whether the store works."""
@@ -243,6 +250,11 @@ class ObjectTier:
         except CorruptRecord as error:
             return str(error)
         return ""
+
+
+def _close(stream: "Future[ObjectStream]") -> None:
+    if not stream.cancelled() and stream.exception() is None:
+        stream.result().close()
 
 
 async def _awaited(call: Any) -> Any:
