@@ -112,6 +112,8 @@ bench: $(VENV)/ready
 	$(BIN)/python bench/decay.py --keep
 	$(BIN)/python bench/tiers.py --keep
 	$(BIN)/python bench/store.py --keep
+	$(BIN)/python bench/scale.py --keep
+	$(BIN)/python bench/objects.py --keep
 	$(BIN)/python bench/codec.py --keep
 	$(BIN)/python bench/quality.py --keep
 	$(BIN)/python bench/learn.py --keep
