@@ -36,8 +36,8 @@ class Calls:
     def answer(self, future: "Future[T]", within: float = 0.0) -> T:
         """Return the answer to a call.
 
-        Raises `FileNotFoundError` for a missing object, `TimeoutError` if there is no answer `within` so many seconds
-        (or else the deadline), `TierUnusable` for missing permissions, and `OSError` for other errors.
+        Raises `FileNotFoundError` for a missing object, `TimeoutError` after `within` seconds without an answer (0: the
+        deadline), `TierUnusable` for missing permissions, and `OSError` for other errors.
         """
         with self.translated(within):
             try:

@@ -30,7 +30,7 @@ class ObjectStream:
 
     def __init__(self, size: int, ahead: int) -> None:
         self.size, self.position = size, 0  # bytes of the object, and offset of the next byte
-        self._limit = ahead  # The stream pauses while the reader has not taken so many bytes.
+        self._limit = ahead  # With this number of bytes that the reader has not taken, the stream pauses.
         self._pieces: deque[memoryview] = deque()
         self._ahead, self._ended = 0, False
         self._error: Exception | None = None

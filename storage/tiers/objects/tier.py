@@ -44,7 +44,7 @@ PROMPTLY = 0.4  # share of the deadline for a lookup
 KNOWN_KEYS = 1 << 16  # keys that are remembered as present, and as absent
 PRESENT_SECONDS, ABSENT_SECONDS = 60.0, 10.0  # for which the answer to a lookup is remembered
 AT_ONCE = 64  # requests of a lookup
-SLOWEST_BYTES = 4 << 20  # A write may take a second for so many bytes, besides the deadline.
+SLOWEST_BYTES = 4 << 20  # The rate of a write (bytes a second) that is waited for, after the deadline.
 AHEAD_BYTES = 4 << 20  # that are received of each record before they are read
 WHOLE_BYTES = 64 << 20  # A larger record is uploaded in several requests.
 LISTED = 1000  # objects in one answer
@@ -176,7 +176,7 @@ class ObjectTier:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _greet(self) -> None:
-        """Make sure that the store lets lmc read and list. Raises `OSError` without an answer."""
+        """Check that the store lets lmc read and list. Raises `OSError` without an answer."""
         with contextlib.suppress(FileNotFoundError):
             self._calls.call(_awaited(self._store.head_async(f"{self._folder}/00/none")))
         page = _next_page(self._store.list(f"{self._folder}/00/none", chunk_size=1).__aiter__())
