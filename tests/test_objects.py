@@ -1,6 +1,7 @@
 """The object tier: the contract in memory, in a shared directory and in S3, and what can go wrong with a server."""
 
 import asyncio
+import sys
 import threading
 import time
 from collections import Counter
@@ -13,11 +14,13 @@ from s3_servers import BUCKET, ENVIRONMENT, Proxy, s3_server
 from storage_fakes import PART_BYTES, PARTS, eventually, get, key_of, memory, meta_of, put, stored
 from tier_contract import K0, K1, K2, ListedContract, read, write
 
-from lmc.errors import ChunkLost, CorruptRecord, TierUnusable
+from lmc.config.settings import Settings
+from lmc.errors import ChunkLost, ConfigError, CorruptRecord, TierUnusable
 from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
 from lmc.storage.tiers.objects import ObjectTier
 from lmc.storage.tiers.objects import tier as objects_tier
+from lmc.storage.tiers.opening import check_packages, open_remote
 from lmc.storage.tiers.tier import Written
 
 KEYS = [key_of(number) for number in range(30)]
@@ -92,6 +95,37 @@ class TestInS3(ObjectContract):
         folder = f"{request.node.name.encode().hex()}"[-60:]
         with closing(ObjectTier(bucket(s3, folder), "S3", deadline=30)) as tier:
             yield tier
+
+
+# -- from the settings -----------------------------------------------------------------------------------------------
+
+
+def test_a_bucket_of_the_settings_is_opened(s3, caplog):
+    url = f"s3://test:test@{BUCKET}/settings?endpoint=http://127.0.0.1:{s3}"
+    with closing(open_remote(Settings(remote_url=url, remote_deadline=30, remote_ttl=60))) as tier:
+        write(tier, K0)
+        assert read(tier, K0) == bytes(stored(meta_of(K0)))
+        assert len(list(tier.entries())) == 1
+    assert "remote_ttl = 60 has no effect: objects expire by a lifecycle rule" in caplog.text
+
+
+def test_a_shared_directory_of_the_settings_is_created(tmp_path):
+    settings = Settings(remote_url=f"file://{tmp_path}/new/kv", remote_deadline=30)
+    with closing(open_remote(settings)) as one, closing(open_remote(settings)) as other:
+        write(one, K0)
+        assert read(other, K0) == bytes(stored(meta_of(K0)))
+    assert [path.name for path in (tmp_path / "new/kv").rglob("*") if path.is_file()] == [f"{K0.hex()}.safetensors"]
+
+
+def test_an_option_that_the_library_does_not_know_is_named():
+    with pytest.raises(ConfigError, match=r"remote_url \(S3 bucket chunks/kv\): .*nonsense.* is not valid"):
+        open_remote(Settings(remote_url="s3://chunks/kv?nonsense=1"))
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lmc.storage.tiers.objects", None)
+    with pytest.raises(ConfigError, match="pip install obstore cachetools"):
+        check_packages(Settings(remote_url="s3://chunks/kv"))
 
 
 # -- what a lookup costs ---------------------------------------------------------------------------------------------
