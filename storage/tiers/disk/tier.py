@@ -59,6 +59,7 @@ BESIDE_BYTES = 16 * MIB
 PAUSE_SECONDS = 30.0
 CLOSING_SECONDS = 1.0  # `close` waits at most this long for a check of the directory that is in flight
 SHARDS = 256  # folders of records, by the first byte of the key
+LOGGED_RECORDS = 1000  # Reading this many records takes a noticeable time, and is logged.
 REST_SECONDS = 0.05  # between two folders that are compared with the index in the background
 _RECORD_NAME = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX))
 _TEMPORARY_NAME = re.compile(r"[0-9]+" + re.escape(SUFFIX))
@@ -173,6 +174,8 @@ class DiskTier:
                     status = self._path(key).lstat()
                     if stat.S_ISREG(status.st_mode):
                         new.append((status.st_mtime_ns, key))
+        if len(new) >= LOGGED_RECORDS:
+            log.info("disk tier %s: reading %d records that its index lacks", self.root, len(new))
         for used, key in sorted(new):
             if self._closed.is_set():
                 return
