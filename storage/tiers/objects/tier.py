@@ -6,6 +6,9 @@ An object is written in one step, so that readers see a whole record or none. No
 lookup asks for each key that is not known to be present or absent, all at the same time. The store's owner decides how
 long objects stay, by a lifecycle rule of the bucket, or `lmc clear`.
 
+An engine makes no step during a lookup, and a bucket may answer after 30 ms. So a lookup waits `LOOKUP_SECONDS` at
+most. Answers that arrive later are remembered for the next request with these keys.
+
 Requests are those of `obstore` (https://developmentseed.org/obstore), which wraps the Rust crate `object_store`.
 """
 
@@ -42,7 +45,8 @@ from lmc.storage.tiers.tier import Entry, Finding, Written
 SUFFIX = ".safetensors"
 PROMPTLY = 0.4  # share of the deadline for a lookup
 KNOWN_KEYS = 1 << 16  # keys that are remembered as present, and as absent
-PRESENT_SECONDS, ABSENT_SECONDS = 60.0, 10.0  # for which the answer to a lookup is remembered
+PRESENT_SECONDS, ABSENT_SECONDS = 600.0, 10.0  # for which the answer to a lookup is remembered
+LOOKUP_SECONDS = 0.01  # that a lookup waits for answers
 AT_ONCE = 64  # requests of a lookup
 SLOWEST_BYTES = 4 << 20  # The rate of a write (bytes a second) that is waited for, after the deadline.
 AHEAD_BYTES = 4 << 20  # that are received of each record before they are read
@@ -58,7 +62,15 @@ class ObjectTier:
     name = "objects"
     shared = True
 
-    def __init__(self, store: Any, title: str, *, deadline: float = 0.5, prefix: str = "lmc") -> None:
+    def __init__(
+        self,
+        store: Any,
+        title: str,
+        *,
+        deadline: float = 0.5,
+        prefix: str = "lmc",
+        lookup_seconds: float = LOOKUP_SECONDS,
+    ) -> None:
         """Make the first contact with a store of `obstore`.
 
         A store that does not respond causes a warning, and is used as soon as it responds. Raises `TierUnusable` if it
@@ -73,6 +85,8 @@ class ObjectTier:
         self._mutex = new_lock(Rank.LEAF)
         self._present: TTLCache[ChunkKey, bool] = TTLCache(KNOWN_KEYS, PRESENT_SECONDS, time.monotonic)
         self._absent: TTLCache[ChunkKey, bool] = TTLCache(KNOWN_KEYS, ABSENT_SECONDS, time.monotonic)
+        self._asked: set[ChunkKey] = set()  # keys of lookups in flight
+        self._lookup_seconds = lookup_seconds
         self._thread = threading.local()  # `streams`: the records that a thread has requested and not opened yet
         self._breaker = Breaker(title, self._greet)
         try:
@@ -87,15 +101,16 @@ class ObjectTier:
         return self._breaker.usable
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Check keys, by remembered answers or by one request for each key."""
+        """Check keys, by remembered answers or by one request for each key. A key without an answer is missing."""
         if not self.usable:
             return [False] * len(keys)
         with self._mutex:
-            unknown = [key for key in dict.fromkeys(keys) if key not in self._present and key not in self._absent]
+            answered = (self._present, self._absent, self._asked)
+            unknown = [key for key in dict.fromkeys(keys) if not any(key in known for known in answered)]
+            self._asked.update(unknown)
         if unknown:
-            answers = self._answer(self._calls.begin(self._ask(unknown)), self._calls.deadline * PROMPTLY)
-            for key, present in zip(unknown, answers, strict=True):
-                self._learn(key, present=present)
+            with contextlib.suppress(TimeoutError):
+                self._calls.begin(self._look_up(unknown)).result(self._lookup_seconds)
         with self._mutex:
             return [key in self._present for key in keys]
 
@@ -121,7 +136,11 @@ class ObjectTier:
         """Upload a record, if the store does not have it."""
         if not self.usable:
             return Written.REFUSED
-        if self.contains([meta.key])[0]:  # If another process has written it a moment ago, equal bytes replace it.
+        with self._mutex:
+            present, absent = meta.key in self._present, meta.key in self._absent
+        # If another process has written the record since it was found missing, equal bytes replace it.
+        if present or (not absent and self._answer(self._calls.begin(self._ask([meta.key])))[0]):
+            self._learn(meta.key, present=True)
             return Written.PRESENT
         sums = tuple(checksum(part) for part in split_parts(parts, meta.stored))
         # The bytes are copied, because the slot is reused after this returns, and the library may still send them then.
@@ -224,6 +243,22 @@ class ObjectTier:
         with self._mutex:
             (self._absent if present else self._present).pop(key, None)
             (self._present if present else self._absent)[key] = True
+
+    async def _look_up(self, keys: Sequence[ChunkKey]) -> None:
+        """Learn which records are present."""
+        try:
+            with self._calls.translated(self._calls.deadline * PROMPTLY):
+                answers = await asyncio.wait_for(self._ask(keys), self._calls.deadline * PROMPTLY)
+            for key, present in zip(keys, answers, strict=True):
+                self._learn(key, present=present)
+            self._breaker.worked()
+        except TierUnusable as error:
+            self._breaker.open(error)
+        except OSError as error:
+            self._breaker.failed(error)
+        finally:
+            with self._mutex:
+                self._asked.difference_update(keys)
 
     async def _ask(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Return for each key whether its object exists."""
