@@ -229,10 +229,11 @@ def test_places_are_listed_fastest_first_and_unknown_ones_last():
 
 def test_the_table_has_every_place_of_a_store(tmp_path):
     """Memory is what a store need not load from. A name that is changed in one place only would be unknown."""
+    from lmc.storage.tiers.objects import ObjectTier
     from lmc.storage.tiers.redis import RedisTier
 
     store = Store(Slab(1, 1, 1), [DiskTier(tmp_path, 1 << 20)], device=Slab(1, 1, 1))
     levels = set(state_of(store).pools)
     assert levels == MEMORY == {"device", "host"}
-    assert levels | {DiskTier.name, RedisTier.name} == {place.name for place in PLACES}
+    assert levels | {DiskTier.name, RedisTier.name, ObjectTier.name} == {place.name for place in PLACES}
     store.close()
