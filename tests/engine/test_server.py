@@ -186,10 +186,15 @@ ASKED = "at the abbey , owner of goose"  # Kai
 
 
 def learned(server, names=NAMES) -> None:
-    """Ask once, and wait until the documents are learned."""
+    """Ask once, and wait until the documents are learned.
+
+    All prompts begin with the first document. Idle steps compute them exactly, so the engine's own cache has prompts
+    that begin with it, and no others.
+    """
+    first, *others = names
     ask(server, prompt(names, ASKED))
     deadline = time.monotonic() + 20
-    while ask(server, prompt(random.sample(names, len(names)), ASKED))[1].get("unknown_documents"):
+    while ask(server, prompt([first, *random.sample(others, len(others))], ASKED))[1].get("unknown_documents"):
         assert time.monotonic() < deadline
         time.sleep(0.5)
 
@@ -336,13 +341,12 @@ def test_responses_reuse_documents_and_have_facts(server):
 
 def test_a_chat_is_explained_with_the_template_of_the_server(server, tmp_path):
     learned(server)
-    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": prompt(NAMES, ASKED)}]}]}
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": prompt(NAMES[4:] + NAMES[:4], ASKED)}]}]}
     (tmp_path / "chat.json").write_text(json.dumps(body))
     words = "lmc", "explain", str(tmp_path / "chat.json"), "--url", "127.0.0.1:9180"
     said = json.loads(server.execute(*words, "--server", "http://localhost:8000", "--json"))
-    # Idle steps may have computed the first prompt exactly, so that the engine's own cache has a part of it.
-    assert said["reused_tokens"] + said["engine_tokens"] > 1000
-    assert len(said["documents"]) == 6
+    assert said["reused_tokens"] > 1000
+    assert [one["reused"] for one in said["documents"]] == [True] * 6
     process = server.run([server.here(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     _, error = process.communicate(timeout=60)
     assert (process.returncode, "with lmc explain --server URL" in error) == (2, True)
@@ -383,8 +387,7 @@ def test_documents_may_be_given_as_texts(server):
 
 def test_completions_chat_and_streams_answer_the_same(server):
     learned(server)
-    backwards = NAMES[::-1]
-    text, other = prompt(backwards, ASKED), prompt(backwards[2:] + backwards[:2], ASKED)
+    text, other = prompt(NAMES[2:] + NAMES[:2], ASKED), prompt(NAMES[3:] + NAMES[:3], ASKED)
     options = {"model": "small", "temperature": 0, "max_tokens": 2}
     message = [{"role": "user", "content": other}]
     done = server.client.completions.create(prompt=text, **options)
@@ -395,8 +398,7 @@ def test_completions_chat_and_streams_answer_the_same(server):
     chatted = "".join(part.choices[0].delta.content or "" for part in chats)
     assert [done.choices[0].text, chat.choices[0].message.content, streamed, chatted] == [" Kai"] * 4
     for found in (done, chat):
-        # The engine's own cache may have the first documents, after idle steps.
-        assert sum(found.kv_transfer_params["lmc"]["tokens_from"].values()) > 300
+        assert sum(found.kv_transfer_params["lmc"]["tokens_from"].values()) > 1000
 
 
 def test_options_are_read_in_chats_and_responses_too(server):
