@@ -31,6 +31,7 @@ from lmc.storage.store import Store
 from lmc.storage.tiers.objects import ObjectTier
 from lmc.storage.tiers.opening import object_store
 from lmc.storage.tiers.record import RecordMeta
+from lmc.storage.tiers.tier import Wrapped
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
@@ -84,14 +85,8 @@ class Pair:
             self.tier.delete(entry.key)
 
 
-class _Borrowed:
+class _Borrowed(Wrapped):
     """The tier, which a store does not close."""
-
-    def __init__(self, tier: ObjectTier) -> None:
-        self._tier = tier
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tier, name)
 
     def close(self) -> None:
         pass

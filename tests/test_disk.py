@@ -926,7 +926,9 @@ def test_a_write_that_ends_early_does_not_read_the_slot_any_more(tmp_path, monke
             events.append(error.errno)
 
     monkeypatch.setattr(disk, "BESIDE_BYTES", 0)
-    monkeypatch.setattr(disk, "checksum", slow_checksum)
+    monkeypatch.setattr(
+        disk, "checksums", lambda meta, parts: tuple(map(slow_checksum, split_parts(parts, meta.stored)))
+    )
     header = disk._header  # is made when the thread reads already
     monkeypatch.setattr(disk, "_header", lambda *given: begun.wait(60) and header(*given))
     monkeypatch.setattr(os, "pwritev", fail)

@@ -156,8 +156,7 @@ def with_login(url: str, more: Mapping[str, object]) -> str:
     user, password, database = (more.get(name) for name in login_names(url).values())
     if not mark or "@" in rest:
         return url
-    login = f"{quote(str(user or ''), safe='')}:{quote(str(password or ''), safe='')}@" if user or password else ""
-    return f"{scheme}://{login}{rest}" + (f"/{database}" if database and "/" not in rest else "")
+    return f"{scheme}://{_login(user, password)}{rest}" + (f"/{database}" if database and "/" not in rest else "")
 
 
 def _is_s3(url: object) -> bool:
@@ -176,8 +175,14 @@ def _with_bucket(url: str, given: Mapping[str, object]) -> str:
         options |= {"endpoint": f"{http}://{host}", "virtual_hosted_style_request": "true"}
     if is_on(given.get("s3_express")):
         options["s3_express"] = "true"
-    login = ":".join(quote(str(given.get(part, "")), safe="") for part in ("user", "password"))
-    return f"s3://{login}@{bucket}{slash}{path}?{urlencode(options)}".replace("://:@", "://").rstrip("?")
+    query = f"?{urlencode(options)}" if options else ""
+    return f"s3://{_login(given.get('user'), given.get('password'))}{bucket}{slash}{path}{query}"
+
+
+def _login(user: object, password: object) -> str:
+    """Return the part of a URL before the host; empty without a user and a password."""
+    words = (quote(str(word or ""), safe="") for word in (user, password))
+    return ":".join(words) + "@" if user or password else ""
 
 
 def other_store(url: object) -> str:

@@ -29,6 +29,7 @@ HEADER_LIMIT = 1 << 20  # bytes; a manipulated length cannot make lmc allocate m
 PARTS_LIMIT = 4096
 PART_LIMIT = 1 << 40  # bytes
 NO_CODEC = "none"
+SUFFIX = ".safetensors"
 BEGINNING = b'{"__metadata__":'
 OPTIONAL = ("sizes", "label", "model", "tenant")  # metadata that is omitted if it is empty
 PLAIN = ("tokens", "first", "parts", "part_bytes", "codec", "label", "model", "tenant")  # metadata written with `str`
@@ -81,6 +82,17 @@ class RecordMeta:
 def checksum(part: memoryview | bytes) -> int:
     """Return the xxh3-64 of a part, computed at memory speed and without the GIL."""
     return int(xxhash.xxh3_64_intdigest(part))
+
+
+def checksums(meta: RecordMeta, parts: Sequence[memoryview]) -> tuple[int, ...]:
+    """Return the checksum of each stored part of a record."""
+    return tuple(checksum(part) for part in split_parts(parts, meta.stored))
+
+
+def file_of(key: ChunkKey) -> str:
+    """Return the path of a record's file in a folder: `ab/abcd….safetensors`."""
+    name = key.hex()
+    return f"{name[:2]}/{name}{SUFFIX}"
 
 
 def compare(found: Iterable[int], wanted: Sequence[int], first: int) -> None:
@@ -139,12 +151,27 @@ def encode_header(meta: RecordMeta) -> bytes:
     return size.to_bytes(8, "little") + text.ljust(size)
 
 
-def header_size(prefix: bytes) -> int:
-    """Return the size of a header in bytes, from its first 8 bytes. Raises `CorruptRecord` for an impossible size."""
+def header_size(prefix: bytes, record: int = HEADER_LIMIT) -> int:
+    """Return the size of a header in bytes, from its first 8 bytes, in a record of `record` bytes.
+
+    Raises `CorruptRecord` for an impossible size.
+    """
     size = 8 + int.from_bytes(prefix[:8], "little")
     if len(prefix) < 8 or size % ALIGN or not ALIGN <= size <= HEADER_LIMIT:
         raise CorruptRecord(f"header length {size}")
+    if size > record:
+        raise CorruptRecord(f"a header of {size} bytes in a record of {record}")
     return size
+
+
+def header_of(blob: bytes, key: ChunkKey, record: int) -> RecordMeta:
+    """Decode the header of a record of `record` bytes under a key. Raises `CorruptRecord` for any other record."""
+    meta = decode_header(blob)
+    if meta.key != key:
+        raise CorruptRecord("the record of another key")
+    if record != len(blob) + meta.offset(meta.parts):
+        raise CorruptRecord("record size is not what the header says")
+    return meta
 
 
 def decode_header(blob: bytes) -> RecordMeta:

@@ -34,6 +34,7 @@ FETCHED = 1000  # rows that a reader fetches at once
 RETRY_SECONDS = 10.0  # after a commit that failed
 PATIENCE_SECONDS = 5.0  # A command that reads the index may hold its lock for a moment.
 IN_MEMORY = ":memory:"
+KINDS = {kind.value: kind for kind in RecordKind}
 TABLES = """
 CREATE TABLE IF NOT EXISTS records (key BLOB PRIMARY KEY, bytes INT, used INT, kind TEXT) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_use ON records (used, bytes, kind);
@@ -97,19 +98,17 @@ class DiskIndex:
 
     def records(self) -> Iterator[IndexedRecord]:
         """Yield all records, least recently used first."""
-        kinds = {kind.value: kind for kind in RecordKind}
         for key, size, kind in self._rows_of("SELECT key, bytes, kind FROM records ORDER BY used"):
-            yield IndexedRecord(ChunkKey(key), size, kinds.get(kind, RecordKind.PAGES))
+            yield IndexedRecord(ChunkKey(key), size, KINDS.get(kind, RecordKind.PAGES))
 
     def headers(self) -> Iterator[RecordMeta]:
         """Yield the headers of all records without sizes and checksums of parts, least recently used first."""
-        kinds = {kind.value: kind for kind in RecordKind}
         for key, kind, namespace, tokens, first, parts, part_bytes, codec, label, model, tenant in self._rows_of(
             "SELECT key, kind, namespace, tokens, first, parts, part_bytes, codec, label, model, tenant "
             "FROM records CROSS JOIN headers USING (key) ORDER BY used"
         ):
             yield RecordMeta(
-                key=ChunkKey(key), kind=kinds.get(kind, RecordKind.PAGES), namespace=namespace, tokens=tokens,
+                key=ChunkKey(key), kind=KINDS.get(kind, RecordKind.PAGES), namespace=namespace, tokens=tokens,
                 first=first, parts=parts, part_bytes=part_bytes, codec=codec, label=label, model=model, tenant=tenant,
             )  # fmt: skip
 

@@ -13,7 +13,7 @@ from lmc.storage.tiers.disk.files import open_to_read, transfer
 from lmc.storage.tiers.record import (
     checksum,
     compare,
-    decode_header,
+    header_of,
     header_size,
     removed_if_corrupt,
     scratch,
@@ -42,19 +42,13 @@ class DiskReader:
                 raise CorruptRecord(f"a file of {size} bytes")
             block = scratch(ALIGN)
             read = self._fill([block, *into], 0, at_least=ALIGN)
-            self._start = header_size(bytes(block[:8]))
-            if self._start > size:
-                raise CorruptRecord(f"a header of {self._start} bytes in a file of {size}")
+            self._start = header_size(bytes(block[:8]), size)
             # The number of bytes of the first parts that may already be in `into`.
             self._early = read - ALIGN if self._start == ALIGN else 0
             if self._start > ALIGN:
                 block = scratch(self._start)
                 self._fill([block], 0, at_least=self._start)
-            self.meta = decode_header(bytes(block))
-            if self.meta.key != key:
-                raise CorruptRecord("the record of another key")
-            if size != self._start + self.meta.offset(self.meta.parts):
-                raise CorruptRecord("file size is not what the header says")
+            self.meta = header_of(bytes(block), key, size)
         except BaseException:
             os.close(self.fd)
             raise

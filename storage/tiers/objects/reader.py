@@ -16,7 +16,7 @@ from lmc.storage.tiers.record import (
     RecordMeta,
     checksum,
     compare,
-    decode_header,
+    header_of,
     header_size,
     removed_if_corrupt,
     split_parts,
@@ -123,23 +123,17 @@ class ObjectReader:
         self._requested: dict[tuple[int, int], Future[Any]] = {}  # answers with the bytes of parts
         header = bytearray(min(ALIGN, stream.size))
         self._fill([memoryview(header)])
-        self._start = header_size(bytes(header[:8]))
-        if self._start > stream.size:
-            raise CorruptRecord(f"a header of {self._start} bytes in an object of {stream.size}")
+        self._start = header_size(bytes(header[:8]), stream.size)
         rest = bytearray(self._start - len(header))
         self._fill([memoryview(rest)])
-        self.meta: RecordMeta = decode_header(bytes(header + rest))
-        if self.meta.key != key:
-            raise CorruptRecord("the record of another key")
-        if stream.size != self._start + self.meta.offset(self.meta.parts):
-            raise CorruptRecord("object size is not what the header says")
+        self.meta: RecordMeta = header_of(bytes(header + rest), key, stream.size)
         if not streams:
             stream.close()
 
     def request(self, first: int, count: int) -> None:
         """Request these parts, to be read later. A stream has all parts in order."""
         if not self._streams:
-            self._requested[first, count] = self._calls.begin(self._range(first, count))
+            self._requested[first, count] = self._range(first, count)
 
     def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
         """Fill `into` with `count` parts, and verify each part. A corrupt part deletes the record."""
@@ -152,7 +146,7 @@ class ObjectReader:
         if self._streams and self._start + self.meta.offset(first) == self._stream.position:
             self._fill(parts)
         else:  # Parts of a stream are usually read in order. Any other range is a request of its own.
-            answer = self._requested.pop((first, count), None) or self._calls.begin(self._range(first, count))
+            answer = self._requested.pop((first, count), None) or self._range(first, count)
             blob = memoryview(self._calls.answer(answer))
             if len(blob) != sum(map(len, parts)):
                 raise CorruptRecord("object is shorter than its header says")
@@ -168,9 +162,10 @@ class ObjectReader:
             answer.cancel()
         self._requested.clear()
 
-    async def _range(self, first: int, count: int) -> Any:
+    def _range(self, first: int, count: int) -> "Future[Any]":
+        """Begin a request for the bytes of parts."""
         start, stop = (self._start + self.meta.offset(part) for part in (first, first + count))
-        return await self._store.get_range_async(self._path, start=start, end=stop)
+        return self._calls.begin(self._store.get_range_async(self._path, start=start, end=stop))
 
     def _fill(self, views: Sequence[memoryview]) -> None:
         """Fill views with the next bytes of the stream."""

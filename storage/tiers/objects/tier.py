@@ -33,22 +33,22 @@ from lmc.storage.tiers.breaker import Breaker
 from lmc.storage.tiers.objects.calls import MISSING, Calls
 from lmc.storage.tiers.objects.reader import ObjectReader, ObjectStream
 from lmc.storage.tiers.record import (
+    SUFFIX,
     RecordMeta,
-    checksum,
+    checksums,
     encode_header,
+    file_of,
     removed_if_corrupt,
-    split_parts,
     verify_parts,
 )
 from lmc.storage.tiers.tier import Entry, Finding, Written
 
-SUFFIX = ".safetensors"
 PROMPTLY = 0.4  # share of the deadline for a lookup
 KNOWN_KEYS = 1 << 16  # keys that are remembered as present, and as absent
 PRESENT_SECONDS, ABSENT_SECONDS = 600.0, 10.0  # for which the answer to a lookup is remembered
 LOOKUP_SECONDS = 0.01  # that a lookup waits for answers
 AT_ONCE = 64  # requests of a lookup
-SLOWEST_BYTES = 4 << 20  # The rate of a write (bytes a second) that is waited for, after the deadline.
+SLOWEST_RATE = 4 << 20  # bytes a second; a write may take the deadline and the time at this rate
 AHEAD_BYTES = 4 << 20  # that are received of each record before they are read
 WHOLE_BYTES = 64 << 20  # A larger record is uploaded in several requests.
 LISTED = 1000  # objects in one answer
@@ -142,11 +142,10 @@ class ObjectTier:
         if present or (not absent and self._answer(self._calls.begin(self._ask([meta.key])))[0]):
             self._learn(meta.key, present=True)
             return Written.PRESENT
-        sums = tuple(checksum(part) for part in split_parts(parts, meta.stored))
         # The bytes are copied, because the slot is reused after this returns, and the library may still send them then.
-        blob = b"".join([encode_header(replace(meta, checksums=sums)), *parts])
+        blob = b"".join([encode_header(replace(meta, checksums=checksums(meta, parts))), *parts])
         call = self._store.put_async(self._path(meta.key), blob, use_multipart=len(blob) > WHOLE_BYTES)
-        self._answer(self._calls.begin(_awaited(call)), self._calls.deadline + len(blob) / SLOWEST_BYTES)
+        self._answer(self._calls.begin(call), self._calls.deadline + len(blob) / SLOWEST_RATE)
         self._learn(meta.key, present=True)
         return Written.STORED
 
@@ -157,7 +156,7 @@ class ObjectTier:
         there = bool(self._answer(self._calls.begin(self._ask([key])))[0])
         if there:
             with contextlib.suppress(FileNotFoundError):
-                self._answer(self._calls.begin(_awaited(self._store.delete_async(self._path(key)))))
+                self._answer(self._calls.begin(self._store.delete_async(self._path(key))))
         self._learn(key, present=False)
         return there
 
@@ -197,7 +196,7 @@ class ObjectTier:
     def _greet(self) -> None:
         """Check that the store lets lmc read and list. Raises `OSError` without an answer."""
         with contextlib.suppress(FileNotFoundError):
-            self._calls.call(_awaited(self._store.head_async(f"{self._folder}/00/none")))
+            self._calls.call(self._store.head_async(f"{self._folder}/00/none"))
         page = _next_page(self._store.list(f"{self._folder}/00/none", chunk_size=1).__aiter__())
         try:
             self._calls.call(page)
@@ -207,8 +206,7 @@ class ObjectTier:
             raise
 
     def _path(self, key: ChunkKey) -> str:
-        name = key.hex()
-        return f"{self._folder}/{name[:2]}/{name}{SUFFIX}"
+        return f"{self._folder}/{file_of(key)}"
 
     def _begin(self, key: ChunkKey) -> "Future[ObjectStream]":
         ahead = AHEAD_BYTES if self._streams else ALIGN  # From a directory, the stream has the header only.
@@ -223,20 +221,25 @@ class ObjectTier:
             raise
 
     def _answer(self, future: "Future[Any]", within: float = 0.0) -> Any:
-        """Return the answer to a call, and tell the breaker whether the store works."""
+        """Return the answer to a call; see `Calls.answer`."""
+        with self._reported():
+            return self._calls.answer(future, within)
+
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Tell the breaker whether the store works. Raises `OSError` if it no longer grants access."""
         try:
-            answer = self._calls.answer(future, within)
+            yield
         except FileNotFoundError:
             self._breaker.worked()
             raise
-        except TierUnusable as error:  # Permissions that the store granted at the start.
+        except TierUnusable as error:
             self._breaker.open(error)
             raise OSError(str(error)) from None
         except OSError as error:
             self._breaker.failed(error)
             raise
         self._breaker.worked()
-        return answer
 
     def _learn(self, key: ChunkKey, *, present: bool) -> None:
         """Remember whether a record is present."""
@@ -246,16 +249,12 @@ class ObjectTier:
 
     async def _look_up(self, keys: Sequence[ChunkKey]) -> None:
         """Learn which records are present."""
+        seconds = self._calls.deadline * PROMPTLY
         try:
-            with self._calls.translated(self._calls.deadline * PROMPTLY):
-                answers = await asyncio.wait_for(self._ask(keys), self._calls.deadline * PROMPTLY)
-            for key, present in zip(keys, answers, strict=True):
-                self._learn(key, present=present)
-            self._breaker.worked()
-        except TierUnusable as error:
-            self._breaker.open(error)
-        except OSError as error:
-            self._breaker.failed(error)
+            with contextlib.suppress(OSError), self._reported(), self._calls.translated(seconds):
+                answers = await asyncio.wait_for(self._ask(keys), seconds)
+                for key, present in zip(keys, answers, strict=True):
+                    self._learn(key, present=present)
         finally:
             with self._mutex:
                 self._asked.difference_update(keys)
@@ -290,10 +289,6 @@ class ObjectTier:
 def _close(stream: "Future[ObjectStream]") -> None:
     if not stream.cancelled() and stream.exception() is None:
         stream.result().close()
-
-
-async def _awaited(call: Any) -> Any:
-    return await call
 
 
 async def _next_page(stream: Any) -> Sequence[Any]:
