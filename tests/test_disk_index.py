@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import sqlite3
+import threading
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -142,6 +143,24 @@ def test_rows_without_a_record_are_forgotten_after_a_kill(tmp_path, monkeypatch)
         assert {meta.key for meta in again.headers()} == {*KEYS[5:]}
         assert again.bytes == 7 * RECORD_BYTES
         assert again.faults() == []
+
+
+def test_a_close_while_changes_are_being_committed_ends(tmp_path, monkeypatch):
+    """The thread that commits cleared the event with which the close had just woken it, and waited for ever."""
+    monkeypatch.setattr(index, "COMMIT_SECONDS", 0.0)
+    rows = index.DiskIndex(tmp_path)
+
+    class ClosedMeanwhile(threading.Event):
+        def clear(self):
+            rows._ended.set()
+            self.set()
+            super().clear()
+
+    waited_for, rows._changed = rows._changed, ClosedMeanwhile()
+    waited_for.set()
+    rows._thread.join(30)
+    assert not rows._thread.is_alive()
+    rows.close()
 
 
 def test_changes_are_committed_without_a_request(tmp_path, monkeypatch):

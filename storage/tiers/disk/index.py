@@ -268,7 +268,7 @@ class DiskIndex:
             raise
 
     def _commit_regularly(self) -> None:
-        while True:
+        while not self._ended.is_set():  # A close sets this before it wakes the thread.
             self._changed.wait()
             if self._ended.wait(COMMIT_SECONDS):
                 return

@@ -227,7 +227,7 @@ class ObjectTier:
 
     @contextlib.contextmanager
     def _reported(self) -> Iterator[None]:
-        """Tell the breaker whether the store works. Raises `OSError` if it no longer grants access."""
+        """Report to the breaker whether the store works. Raises `OSError` if it no longer grants access."""
         try:
             yield
         except FileNotFoundError:
