@@ -165,6 +165,24 @@ def test_memory_moves_on_when_an_arena_is_being_closed_or_fails(tmp_path, monkey
             one.close()
 
 
+def test_a_server_that_is_closed_while_memory_moves_ends(tmp_path):
+    """The thread that moves memory cleared the event with which the close had just woken it, and waited for ever."""
+    with serving(tmp_path, 12) as server:
+        every = server.arenas
+
+        class ClosedMeanwhile(threading.Event):
+            def clear(self):
+                every._closed = True
+                self.set()
+                super().clear()
+
+        waited_for, every.budget.refused = every.budget.refused, ClosedMeanwhile()
+        every.budget.refused.set()
+        waited_for.set()
+        every._mover.join(30)
+        assert not every._mover.is_alive()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_others_attach_while_an_arena_is_being_closed(tmp_path, monkeypatch, fails):
     """The server closed an arena that nobody used under the lock that each attaching client takes.

@@ -252,7 +252,8 @@ class Arenas:
 
     def _move(self) -> None:
         """Reclaim memory from arenas above their share while other arenas request it."""
-        while self.budget.refused.wait() and not self._closed:
+        while not self._closed:  # `close` sets this before it wakes the thread.
+            self.budget.refused.wait()
             self.budget.refused.clear()
             immovable: set[ChunkLayout] = set()
             while (owing := self.budget.owing(immovable)) and not self._closed:
