@@ -13,6 +13,7 @@ from service_fakes import arena_for, serving
 from lmc.blend.segments import Span
 from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
+from lmc.documents import learn_queue
 from lmc.documents.known import KnownDocuments
 from lmc.documents.learn_queue import LearnQueue, Unlearned
 from lmc.documents.server import LearningEngine
@@ -203,7 +204,7 @@ def test_of_engines_that_begin_a_document_at_once_one_gets_all_of_it(tmp_path):
 def test_the_queue_has_each_document_once_and_as_many_tokens_as_there_is_room_for():
     queue = LearnQueue(room=10)
     one, two, three = (Unlearned(b"n", (number,) * 4) for number in range(3))
-    assert [queue.add(document) for document in (one, two, one, three)] == [True, True, True, False]
+    assert [queue.add(document, wanted=True) for document in (one, two, one, three)] == [True, True, True, False]
     queue.discard(one)
     queue.discard(one)
     assert queue.add(three)
@@ -232,6 +233,41 @@ def test_a_document_that_comes_twice_is_wanted():
     assert [queue.take(wanted=True), queue.take(wanted=True), queue.take(wanted=True)] == [two, three, None]
     assert not queue.has_wanted
     assert queue.take() == one
+
+
+def test_new_documents_replace_the_oldest_ones_that_came_once(monkeypatch):
+    """A queue that was full of documents that came once took no other one on an engine that was never idle."""
+    monkeypatch.setattr(learn_queue, "MAX_QUEUED_DOCUMENTS", 3)
+    queue = LearnQueue(room=100)
+    one, two, three, four, five = (Unlearned(b"n", (number,) * 4) for number in range(5))
+    assert [queue.add(document) for document in (one, two, three, one, four)] == [True] * 5
+    assert list(queue) == [one, three, four]
+    assert queue.add(two), "it came before, so it is wanted"
+    assert [queue.take(wanted=True), queue.take(wanted=True), queue.take(wanted=True)] == [one, two, None]
+    assert queue.add(five, wanted=True)
+    assert not queue.add(Unlearned(b"n", (9,) * 97)), "it does not fit beside what is wanted"
+    assert list(queue) == [four, five]
+
+
+def test_the_queue_remembers_a_bounded_number_of_documents_that_came(monkeypatch):
+    monkeypatch.setattr(learn_queue, "MAX_SEEN_DOCUMENTS", 2)
+    queue = LearnQueue(room=100)
+    one, two, three = (Unlearned(b"n", (number,) * 4) for number in range(3))
+    for document in (one, two, three):
+        assert queue.add(document)
+        assert queue.take() == document
+    assert queue.add(one)
+    assert not queue.has_wanted, "it is forgotten"
+    assert queue.add(three)
+    assert queue.take(wanted=True) == three
+
+
+def test_a_document_that_was_taken_and_is_put_back_did_not_come_again():
+    queue, one = LearnQueue(room=100), Unlearned(b"n", (1,) * 4)
+    queue.add(one)
+    queue.take()
+    assert queue.put_back(one)
+    assert (list(queue), queue.has_wanted) == ([one], False)
 
 
 def test_a_document_that_expires_while_the_next_one_is_taken_is_taken_or_gone_and_never_another_one() -> None:

@@ -3,6 +3,9 @@
 A document that came only once may never come again, and learning takes as long as prefill. So it waits until the engine
 is idle. A `wanted` document is learned while requests run. A document is `wanted` if it came twice, is pinned, or a
 request waits for it.
+
+An engine that is never idle learns wanted documents only. New documents then replace the oldest ones that are not
+wanted. The queue remembers that these have come, and they become wanted when they come again.
 """
 
 import threading
@@ -12,9 +15,8 @@ from dataclasses import dataclass, field
 
 from lmc.documents.known import KnownDocument
 
-MAX_QUEUED_DOCUMENTS = (
-    256  # maximum number of queued documents; the next prompt with a dropped document queues it again
-)
+MAX_QUEUED_DOCUMENTS = 256
+MAX_SEEN_DOCUMENTS = 16_384  # number of documents that are remembered because they came once; about 2 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +40,54 @@ class LearnQueue:
         """Create an empty queue. `room` is the maximum number of tokens of all its documents: what memory holds."""
         self._room, self._tokens = room, 0
         self._waiting: dict[Unlearned, bool] = {}  # document -> whether it is `wanted`
+        self._seen = dict[int, None]()  # hashes of documents that came; a collision only makes a document wanted
         self.under_way: set[Unlearned] = set()  # documents that are being computed; set by the code that computes them
         self._mutex = threading.Lock()
 
     def add(self, document: Unlearned, *, wanted: bool = False) -> bool:
-        """Queue a document if there is room. Returns whether it is queued. A document added twice is `wanted`."""
+        """Queue a document that a prompt has, if there is room. Returns whether it is queued."""
         with self._mutex:
-            if document in self._waiting:
-                self._waiting[document] = True
-                return True
-            fits = len(self._waiting) < MAX_QUEUED_DOCUMENTS and self._tokens + len(document.tokens) <= self._room
-            if fits:
-                self._waiting[document] = wanted
-                self._tokens += len(document.tokens)
-            return fits
+            return self._put(document, wanted=self._has_come(document) or wanted)
+
+    def put_back(self, document: Unlearned) -> bool:
+        """Queue a document that was taken and not learned. Returns whether it is queued."""
+        with self._mutex:
+            return self._put(document, wanted=False)
+
+    def _has_come(self, document: Unlearned) -> bool:
+        """Return whether a document came before, and remember that it has come."""
+        number = hash(document)
+        if number in self._seen:
+            return True
+        if len(self._seen) == MAX_SEEN_DOCUMENTS:
+            del self._seen[next(iter(self._seen))]
+        self._seen[number] = None
+        return False
+
+    def _put(self, document: Unlearned, *, wanted: bool) -> bool:
+        if document in self._waiting:
+            self._waiting[document] |= wanted
+            return True
+        kept = [other for other, is_wanted in self._waiting.items() if is_wanted]
+        if not self._has_room(document, len(kept), sum(len(other.tokens) for other in kept)):
+            return False
+        while not self._has_room(document, len(self._waiting), self._tokens):
+            self._remove(next(other for other, is_wanted in self._waiting.items() if not is_wanted))
+        self._waiting[document] = wanted
+        self._tokens += len(document.tokens)
+        return True
+
+    def _has_room(self, document: Unlearned, others: int, tokens: int) -> bool:
+        return others < MAX_QUEUED_DOCUMENTS and tokens + len(document.tokens) <= self._room
+
+    def _remove(self, document: Unlearned) -> None:
+        del self._waiting[document]
+        self._tokens -= len(document.tokens)
 
     def discard(self, document: Unlearned) -> None:
         """Remove a document from the queue, if it is there."""
         with self._mutex, suppress(KeyError):
-            self._waiting.pop(document)
-            self._tokens -= len(document.tokens)
+            self._remove(document)
 
     def take(
         self, fits: Callable[[Unlearned], bool] = lambda document: True, *, wanted: bool = False
@@ -71,14 +101,14 @@ class LearnQueue:
             document = next((queued for queued, is_wanted in self._waiting.items() if is_wanted or not wanted), None)
             if document is None or not fits(document):
                 return None
-            del self._waiting[document]
-            self._tokens -= len(document.tokens)
+            self._remove(document)
             return document
 
     def clear(self) -> None:
-        """Remove all documents."""
+        """Remove all documents, and forget which ones came."""
         with self._mutex:
             self._waiting.clear()
+            self._seen.clear()
             self._tokens = 0
 
     @property

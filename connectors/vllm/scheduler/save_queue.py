@@ -126,7 +126,7 @@ class SaveQueue:
             given_up = self._idle is not None and self._idle.given_up
             self._idle = None
             if given_up and failed and resets == self.resets:
-                waiting.add(document)
+                waiting.put_back(document)
 
         waiting.under_way.add(document)
         job = self._pending.begin([slot for slot in slots if slot], done)
