@@ -13,6 +13,8 @@ from http_engine import HttpEngine
 from storage_fakes import free_port
 from test_find_in_prompts import train
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 # The results of tools are JSON strings, as in Llama 3.1.
 TEMPLATE = (

@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+from amount import mostly_long
 from lab import agree, answer, engine, facts, words
 from stepping import only_on_disk, poison, worker
 from tier_wrappers import Faulty
@@ -53,7 +54,9 @@ def loaded(out) -> int:
     return facts(out).get("exact_tokens", 0)
 
 
-@pytest.mark.parametrize("length", [100, 288, 289, 576, 577, 700, 864, 865, 1152, 1200, 1728, 1732])
+@pytest.mark.parametrize(
+    "length", mostly_long([100, 288, 289, 576, 577, 700, 864, 865, 1152, 1200, 1728, 1732], 288, 289, 700, 1732)
+)
 def test_a_prompt_continues_from_the_last_state_before_its_end(lab, length):
     """The engine has states at the ends of its steps, and at the last whole block of a prompt."""
     tokens = LONG[:length]
@@ -75,7 +78,7 @@ def test_without_its_state_a_prompt_is_answered_differently(lab, monkeypatch):
     assert not close(lab.ask(LONG), wanted)
 
 
-@pytest.mark.parametrize("common", [200, 576, 600, 863, 864, 900, 1152, 1500, 1728, 1731])
+@pytest.mark.parametrize("common", mostly_long([200, 576, 600, 863, 864, 900, 1152, 1500, 1728, 1731], 200, 864, 900))
 def test_a_prompt_that_leaves_another_one_continues_from_a_state_that_they_share(lab, common):
     tokens = [*LONG[:common], *words(150, 80)]
     wanted = lab.vanilla(tokens)
@@ -95,7 +98,7 @@ def test_a_chunk_without_a_state_is_loaded_for_the_sake_of_a_later_one(lab):
     assert agree(out, wanted)
 
 
-@pytest.mark.parametrize("length", [250, 560, 700])
+@pytest.mark.parametrize("length", mostly_long([250, 560, 700], 560))
 def test_the_next_turn_of_a_conversation_finds_the_state_after_the_last_chunk(lab, length):
     """vLLM's own cache has no states of decoded tokens."""
     turn = words(length, 50)
