@@ -27,8 +27,9 @@ prefixes of their own, at the beginning of each workload:
     n4              known documents in a new order; four sampled answers
     burst           16 requests at once: six like `orders`, four like `nothing`, three like `one`, three like `unknown`
 
-Two more are shown, and not counted in `worst`:
+Three more are shown, and not counted in `worst`:
 
+    never_idle      four conversations at once, whose turns follow each other without a pause; all turns are counted
     other_question  documents in an order that the engine was asked before, and another question
     unknown_burst   four requests like `unknown`, each sent when the one before is finished, so that learning is in the
                     way of the next one
@@ -55,6 +56,7 @@ OTHERS = 8  # documents of whose words new texts are made
 LONG_PASSAGES, LONG_KNOWN = 4, 6  # passages that make a longer document, and how many such documents are known
 MOST_ROUNDS = 100  # of a workload in one start
 COUNT, ANSWER, TURNS = 16, 32, 6  # tokens of an answer, of one in a conversation, and turns of a conversation
+AT_ONCE = 4  # conversations of `never_idle`
 WIDTH, STEPS = 4, 6  # of a beam search
 TTFT, SECONDS = "ttft", "seconds"
 RATIOS = {TTFT: "ttft", SECONDS: "throughput"}  # what is measured in seconds, and how its ratio is called
@@ -183,20 +185,9 @@ def cold(engine: Engine, prompts: Sequence[Sequence[int]], **sampling: Any) -> M
 
 
 def conversation(bench: Bench) -> Round:
-    """Six turns; TTFT and seconds are of those after the first."""
-    traffic = bench.traffic
-    start, behind = traffic.known(), [traffic.next() for _ in range(TURNS - 1)]
+    """Six turns, read by a user; TTFT and seconds are of those after the first."""
 
-    def work(engine: Engine) -> Measured:
-        engine.forget_prefixes()
-        prompt, turns = start, []
-        for number in range(TURNS):
-            said = engine.serve([prompt], ANSWER, logit_bias=traffic.no_end)
-            (answer,) = said["answers"]
-            turns.append({TTFT: answer[TTFT], SECONDS: said["seconds"], "cached": answer["cached"]})
-            engine.settle()  # A user reads the answer before the next turn.
-            if number < len(behind):
-                prompt = [*prompt, *answer["tokens"], *behind[number]]
+    def work(turns: list[Measured]) -> Measured:
         later = turns[1:]
         return {
             TTFT: fmean(turn[TTFT] for turn in later),
@@ -204,6 +195,39 @@ def conversation(bench: Bench) -> Round:
             "turns_ttft": [turn[TTFT] for turn in turns],
             "turns_cached": [turn["cached"] for turn in turns],
         }
+
+    return conversations(bench, 1, work, idle=True)
+
+
+def never_idle(bench: Bench) -> Round:
+    """Conversations at once, whose next turns are sent at once; TTFT and seconds are of all turns."""
+
+    def work(turns: list[Measured]) -> Measured:
+        return {TTFT: fmean(turn[TTFT] for turn in turns), SECONDS: sum(turn[SECONDS] for turn in turns)}
+
+    return conversations(bench, AT_ONCE, work, idle=False)
+
+
+def conversations(bench: Bench, count: int, measured: Callable[[list[Measured]], Measured], *, idle: bool) -> Round:
+    """Have some conversations of six turns at once; `measured` gets what each turn took, in the mean over them."""
+    traffic = bench.traffic
+    starts = [traffic.known() for _ in range(count)]
+    behind = [[traffic.next() for _ in range(count)] for _ in range(TURNS - 1)]
+
+    def work(engine: Engine) -> Measured:
+        engine.forget_prefixes()
+        prompts, turns = starts, []
+        for number in range(TURNS):
+            said = engine.serve(prompts, ANSWER, logit_bias=traffic.no_end)
+            answers = said["answers"]
+            turn = {name: fmean(answer[name] for answer in answers) for name in (TTFT, "cached")}
+            turns.append(turn | {SECONDS: said["seconds"]})
+            if idle:
+                engine.settle()  # A user reads the answer before the next turn.
+            if number < len(behind):
+                following = zip(prompts, answers, behind[number], strict=True)
+                prompts = [[*prompt, *answer["tokens"], *question] for prompt, answer, question in following]
+        return measured(turns)
 
     return bench.both(work)
 
@@ -279,6 +303,7 @@ WORKLOADS: dict[str, Callable[[Bench], Round]] = {
     "burst": burst,
 }
 SHOWN: dict[str, Callable[[Bench], Round]] = {
+    "never_idle": never_idle,
     "other_question": lambda bench: asked_before(bench, bench.traffic.same_documents(4)),
     "unknown_burst": lambda bench: in_a_row(bench, [bench.traffic.unknown() for _ in range(4)]),
 }

@@ -527,6 +527,12 @@ def test_until_prefill_was_measured_one_of_several_prompts_is_computed() -> None
     assert all(is_blended(cost, blend_of(200)) for _ in range(3 * SURVEY_EVERY)), "it goes on for a while only"
 
 
+def test_no_later_turn_is_computed_to_measure_prefill() -> None:
+    """Without lmc the engine would have the turns before: one in eight turns took ten times as long as the others."""
+    cost = CostModel(Clock(100.0))
+    assert all(is_blended(cost, blend_of(200, revises=True)) for _ in range(3 * SURVEY_EVERY))
+
+
 def test_a_blend_that_was_slower_is_tried_again_less_and_less_often() -> None:
     cost = weighed(blend=2.0)
     made = [is_blended(cost, blend_of(200)) for _ in range(3 * BLEND_TRIAL_CHOICES + 2)]

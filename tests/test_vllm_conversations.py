@@ -5,11 +5,12 @@ from vllm_fakes import BLOCK, DOC_A, DOC_B, Lab, Request, learn, prompt, state_o
 
 from lmc.blend.segments import Span
 from lmc.connectors.vllm.messages import StepReport
-from lmc.connectors.vllm.scheduler import backfill, isolation, scheduler
+from lmc.connectors.vllm.scheduler import backfill, balance, isolation, scheduler
 from lmc.connectors.vllm.scheduler.idle import MAX_PAUSE_SECONDS
 from lmc.connectors.vllm.scheduler.isolation import OwnBlends, set_salts
 from lmc.engine import Piece
 from lmc.keys import RecordKind
+from lmc.storage.cost_model import BlendOffer, CostModel
 
 HEADER = (1, 2, 3)  # what the chat template writes before an answer
 USER = (1, 8)  # and before a question
@@ -591,6 +592,76 @@ def test_another_question_about_the_same_documents_counts_as_one_that_follows(
     lab.serve("more", prompt(DOC_C, DOC_A))
     lab.settle()
     assert lab.scheduler.numbers()["backfills"] == before + more, "two blends, and one question"
+
+
+@pytest.fixture
+def weighing(make, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    """A lab in which blends are fast, as far as their own requests tell."""
+    monkeypatch.setattr(CostModel, "against_blend", lambda *_: "")
+    monkeypatch.setattr(CostModel, "in_prefill_tokens", lambda _, offer: offer.rows)
+    lab = make(answers=(HEADER,), messages=(USER,), blocks=512, slots=64)
+    learn(lab, DOC_A, DOC_B, DOC_C)
+    return lab
+
+
+def conversation(lab: Lab, number: int, turns: int, *, idle: bool) -> str:
+    """Serve a conversation with a system text of its own; return the note of its first turn."""
+    turn = [*prompt(DOC_A, DOC_B, DOC_C, system=[5, 6, 7, 8, number]), *HEADER]
+    note = ""
+    for at in range(turns):
+        request = lab.serve(f"{number}.{at}", turn, output=[*ANSWER, 9])
+        turn = later_turn(turn)
+        lab.settle() if idle else lab.drop_backfills()
+        note = note if at else str((request.facts or {}).get("note", ""))
+    return note
+
+
+def test_prompts_are_computed_while_conversations_cost_more_with_blends_than_without(
+    weighing: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that is never idle revised a blend in each turn: six turns took 1.6 times as long as in vLLM alone."""
+    monkeypatch.setattr(balance, "FIRST_BLENDS", 3)
+    monkeypatch.setattr(balance, "TRIAL_EVERY", 4)
+    notes = [conversation(weighing, number, 6, idle=False) for number in range(600, 611)]
+    skipped = scheduler.UNPROFITABLE
+    assert notes == ["", "", "", skipped, skipped, skipped, "", skipped, skipped, skipped, ""]
+    counts = weighing.scheduler.counts
+    assert counts["blends_skipped"] == 6
+    assert counts["blends_continued"] == 5 * 5, "the later turns of blends that were made are served as before"
+    weighing.drop_backfills()
+    weighing.check()
+
+
+def test_prompts_are_blended_while_conversations_cost_less_with_blends_than_without(
+    weighing: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(balance, "FIRST_BLENDS", 1)
+    for number in range(600, 604):
+        assert conversation(weighing, number, 6, idle=True) == "", "idle steps compute the documents exactly"
+        assert conversation(weighing, number + 10, 1, idle=False) == ""
+    assert weighing.scheduler.counts["blends"] == 8
+
+
+def test_other_questions_about_the_same_documents_count_as_what_blends_cost(
+    weighing: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(balance, "FIRST_BLENDS", 1)
+    for number, why in ((600, None), (601, scheduler.UNPROFITABLE)):
+        for question in range(610, 612):
+            tokens = prompt(DOC_A, DOC_B, DOC_C, system=[5, 6, 7, 8, number], question=[70, 71, 72, 73, question])
+            request = weighing.serve(f"{number}.{question}", tokens)
+            weighing.drop_backfills()
+            if question == 610:
+                assert (request.facts or {}).get("note") == why
+
+
+def test_what_was_measured_says_how_much_a_blend_costs() -> None:
+    cost, offer = CostModel(), BlendOffer(rows=100, tokens=1000, length=1000)
+    assert cost.in_prefill_tokens(offer) == 200, "a guess"
+    for _ in range(3):
+        cost.computed(1000, 1.0, 1000)
+        cost.blended(offer, 0.3)
+    assert cost.in_prefill_tokens(offer) == pytest.approx(300)
 
 
 def test_requests_that_run_stop_a_backfill_that_holds_their_blocks(lab: Lab) -> None:

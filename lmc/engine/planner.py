@@ -176,6 +176,7 @@ def blend_offer(plan: Plan, size_of: Callable[[Piece], int]) -> BlendOffer | Non
         rows=fresh + match.ratio * reused + min(match.question_rows, fresh),
         tokens=tokens,
         length=match.prompt + plan.reach,
+        revises=any(piece.place == OWN for piece in plan.documents),
         records=_records(plan, size_of),
     )
 

@@ -149,15 +149,16 @@ class OwnBlends:
                     self._of_tenant[tenant].move_to_end(blend)
                     yield blend
 
-    def repeats(self, hashes: Sequence[bytes]) -> bool:
-        """Return whether a prompt begins with all documents of an earlier blend, in the same order.
+    def repeats(self, hashes: Sequence[bytes]) -> int:
+        """Return how many tokens a prompt shares with an earlier blend if it begins with all documents of the blend.
 
-        Each blend is matched only once. `hashes` are the exact hashes of the prompt's blocks.
+        Returns 0 without such a blend. Each blend is matched only once. `hashes` are the exact hashes of the
+        prompt's blocks.
         """
-        blend = next((self._by_documents[one] for one in reversed(hashes) if one in self._by_documents), None)
-        if blend is not None:
-            del self._by_documents[blend.documents]
-        return blend is not None
+        for full in range(len(hashes) if self._by_documents else 0, 0, -1):
+            if self._by_documents.pop(hashes[full - 1], None) is not None:
+                return full * self._block_size
+        return 0
 
     def forget(self, request: str, tenant: str) -> None:
         """Forget the blends of a request, for example because its load has failed."""

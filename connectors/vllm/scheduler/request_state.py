@@ -67,6 +67,7 @@ class RequestState:
     searched: int = -1  # `OwnBlends.changes` at the last search for a blend to continue
     scheduled: bool = False  # The engine has computed tokens of the request.
     follows: bool = False  # The request continues an earlier blend, or asks something else about its documents.
+    shared_with_blend: int = 0  # number of leading tokens that it shares with an earlier blend of the same documents
     blended_before: int = 0  # number of tokens on which the continued blend depends
     continued: int = 0  # tokens from the engine's own blocks of an earlier blend
     approximate: int | None = None  # From this position on, KV is not exact and is not saved as exact.

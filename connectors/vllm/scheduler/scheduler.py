@@ -27,6 +27,7 @@ from lmc.blend.strategies import NEEDS_QUESTION
 from lmc.blend.turn_headers import occurrences
 from lmc.connectors.vllm.messages import BLEND_SHARE, StepPlan, StepReport
 from lmc.connectors.vllm.scheduler.backfill import Backfill
+from lmc.connectors.vllm.scheduler.balance import Balance
 from lmc.connectors.vllm.scheduler.claims import Claims
 from lmc.connectors.vllm.scheduler.idle import REST_SECONDS
 from lmc.connectors.vllm.scheduler.isolation import OwnBlend, OwnBlends, salt_of, set_salts
@@ -41,11 +42,11 @@ from lmc.connectors.vllm.scheduler.revision import Revision, depends_on_question
 from lmc.connectors.vllm.scheduler.roles import Roles
 from lmc.connectors.vllm.scheduler.save_queue import SaveQueue
 from lmc.connectors.vllm.start import Setup
-from lmc.engine import Plan
+from lmc.engine import Match, Plan
 from lmc.engine.identity import adapter_stamp
 from lmc.metrics import flat, key
 from lmc.storage.contract import PinState
-from lmc.storage.cost_model import LoadPolicy
+from lmc.storage.cost_model import BlendOffer, LoadPolicy
 from lmc.storage.memory.slab import SlabAddress
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,10 @@ BlockTables = Callable[[str], Sequence[Sequence[int]]]  # returns the block tabl
 # The note of a prompt that repeats the documents of an earlier blend in the same order. It is computed exactly, so that
 # later prompts find its blocks in the engine's own cache.
 REPEATED = "its documents are computed, so that the engine's own cache has them for further prompts with this beginning"
+UNPROFITABLE = (
+    "stored documents were computed: recent blends cost later requests more than they saved, because the engine was "
+    "not idle between them"
+)
 LACKS_BLOCKS = "stored documents were computed, because the engine has too few free blocks for a blend"
 RECENT = 1000  # requests whose facts are kept
 BEGUN = 16  # maximal number of tokens that a chat template writes after the header of the next answer
@@ -99,6 +104,7 @@ class Scheduler:
             self.engine.share_learning(self._has_time)
         self._own_blends = OwnBlends(setup.block_size)
         self._backfill = Backfill(setup, self.pending)
+        self._balance = Balance()
         self._adapters: dict[tuple[int, str], bytes] = {}
         self._process = os.urandom(32)
         self._few = max(1, min(setup.settings.blend_min_tokens, FEW_TOKENS))
@@ -127,10 +133,10 @@ class Scheduler:
         match = self._claims.look(state)
         if state.role is Role.BLEND:
             state.exact_hashes = list(request.block_hashes)
-            stored = match.exact[-1].stop if match.exact else 0
-            state.stored_exactly = stored
-            if not self._continue_own_blend(state, max(stored, self._cached(request))):
-                state.refused = REPEATED if self._repeats_blend(state) and self._weighs_blends else ""
+            state.stored_exactly = match.exact[-1].stop if match.exact else 0
+            exact = max(state.stored_exactly, self._cached(request))
+            if not self._continue_own_blend(state, exact):
+                state.refused = self._why_computed(state, match, exact)
             elif state.revision is not None:
                 match = self._claims.look(state)
         self._claims.prefetch(state, match, self._cached(request))
@@ -267,8 +273,11 @@ class Scheduler:
             request.prefill_stats.set(request.num_prompt_tokens, local, plan.tokens)
         state.exact_tokens += plan.reach - local
         ready = all(self.engine.store.state(pin) is PinState.READY for pin in state.pins.values())
+        offer = self.engine.blend_offer(plan)
         # A blend is measured only if all chunks are in memory: the speed of a tier says nothing about blends.
-        state.begun, state.offer = self._setup.clock(), self.engine.blend_offer(plan) if ready else None
+        state.begun, state.offer = self._setup.clock(), offer if ready else None
+        if offer is not None:
+            self._weigh(state, offer)
         if plan.approximate:
             self._isolate(state, plan)
             if ready:
@@ -341,10 +350,10 @@ class Scheduler:
             state = self._states.get(request)
             if state is None:
                 continue
+            computed = state.request.num_computed_tokens + tokens
             if not state.decodes:
                 prefills[request] = state.request
                 self._note_step(state)
-            computed = state.request.num_computed_tokens + tokens
             if computed >= state.save_at:
                 self._saves.save_due(state, computed, lambda request=request: tables(request))  # type: ignore[misc]
         self._next.saves += self._saves.take_urgent_saves()
@@ -386,6 +395,8 @@ class Scheduler:
         if state.begun is None and not state.request.num_preemptions:
             state.begun = self._setup.clock()
             state.prefilled = state.request.num_prompt_tokens - state.request.num_computed_tokens
+            if state.refused == REPEATED:
+                self._balance.followed(max(0, state.shared_with_blend - state.request.num_computed_tokens))
         state.decodes = state.answered
 
     @property
@@ -700,14 +711,34 @@ class Scheduler:
         state.origin = state.revision = None
         return False
 
+    def _why_computed(self, state: RequestState, match: Match, exact: int) -> str:
+        """Return why the documents after the first `exact` tokens of a new prompt are computed although stored.
+
+        Returns an empty text if the prompt may be blended.
+        """
+        repeats = self._repeats_blend(state)
+        if not self._weighs_blends:
+            return ""
+        if repeats:
+            return REPEATED
+        stored = any(piece.stop > exact and piece.place for document in match.documents for piece in document.pieces)
+        return UNPROFITABLE if stored and not self._balance.allows_blend() else ""
+
+    def _weigh(self, state: RequestState, offer: BlendOffer) -> None:
+        """Count the tokens that a blend saves, or those that a revision computes again."""
+        work = self.engine.store.cost.in_prefill_tokens(offer)
+        if state.revision is None:
+            self._balance.blended(offer.tokens - work)
+        else:
+            self._balance.followed(work - (state.request.num_prompt_tokens - state.revision.stop))
+
     def _repeats_blend(self, state: RequestState) -> bool:
         """Return whether a prompt begins with all documents of an earlier blend in the same order; it counts once."""
-        if not self._own_blends.repeats(state.exact_hashes):
-            return False
-        if not state.follows:
+        state.shared_with_blend = self._own_blends.repeats(state.exact_hashes)
+        if state.shared_with_blend and not state.follows:
             state.follows = True
             self._backfill.followed()
-        return True
+        return state.shared_with_blend > 0
 
     def _waits_for_own_blend(self, state: RequestState, local: int) -> bool:
         """Return whether a request waits for a blend that is under way, or has just found a blend to continue.

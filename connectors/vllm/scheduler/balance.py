@@ -1,0 +1,39 @@
+"""Whether blends pay, together with the requests that follow them.
+
+A blend saves computing in its own request. A later turn of the conversation, or another question about the same
+documents, may cost more because of it: vLLM's prefix cache would have the documents exactly, but after a blend the
+later turn revises it, and the other question is computed from the beginning. On an engine that rests now and then,
+backfill computes blends exactly before that (`backfill.py`). On an engine that never rests, conversations of several
+turns cost more with blends than without them.
+
+So both are counted, in tokens that the engine computes. While recent blends have cost more than they have saved, new
+prompts are computed, except for one in `TRIAL_EVERY`: the traffic, or the engine's idle time, may have changed.
+"""
+
+FIRST_BLENDS = 8  # number of blends before the counts are compared
+FADE = 15 / 16  # Each blend multiplies the weight of what was counted before it by this.
+TRIAL_EVERY = 16
+
+
+class Balance:
+    """What the recent blends of an engine have saved and cost."""
+
+    def __init__(self) -> None:
+        self._blends = self._refused = 0
+        self._saved = self._cost = 0.0  # tokens
+
+    def blended(self, saved: float) -> None:
+        """Count a blend of a new prompt, which computes so many tokens fewer than prefill."""
+        self._blends += 1
+        self._saved, self._cost = FADE * self._saved + saved, FADE * self._cost
+
+    def followed(self, cost: float) -> None:
+        """Count a request after a blend that computes so many tokens more than without the blend."""
+        self._cost += cost
+
+    def allows_blend(self) -> bool:
+        """Return whether to blend a new prompt with stored documents. A refused prompt counts."""
+        if self._blends < FIRST_BLENDS or self._cost <= self._saved:
+            return True
+        self._refused += 1
+        return self._refused % TRIAL_EVERY == 0
