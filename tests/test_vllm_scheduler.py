@@ -1158,6 +1158,20 @@ def test_a_long_prompt_begins_after_the_blends_of_earlier_requests(blending):
         lab.finish(request)
 
 
+def test_a_step_with_the_first_token_of_a_blended_request_has_no_other_blends(blending):
+    """The request waited for the blend of the next one, which was computed in the step of its first token."""
+    lab = blending
+    lab.workers.held_back = False
+    request, plain = lab.requests["blend"], lab.arrive("plain", PLAIN[:9])
+    lab.load(request)
+    lab.admit(plain)
+    assert not lab.compute(plain, 9).answers
+    assert lab.compute(request, 1).answers
+    request.append([5])
+    assert not lab.compute(request, 1).answers
+    lab.finish(plain)
+
+
 @pytest.mark.parametrize(
     ("blending", "change", "waits"),
     [

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Collection
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ import torch
 from lmc.connectors.vllm.messages import BLEND_SHARE, StepPlan
 from lmc.connectors.vllm.worker.streams import Streams
 from lmc.connectors.vllm.worker.work import Cost, Work
-from lmc.connectors.vllm.worker.worker import Worker
+from lmc.connectors.vllm.worker.worker import ROWS_OF_STEP, Worker
 
 STEP, LAYERS = 1000, 32
 WHOLE = STEP * LAYERS  # token-layers of a full step
 LAYERWISE, COMPILED = range(1, 400), range(2000, WHOLE // BLEND_SHARE + 1)  # what slices of a blend cost
+BLEND = ROWS_OF_STEP * LAYERS // 2  # a slice of a blend, of which two are enough to end a step
 COPY = 401  # what the copy of a chunk costs
 
 
@@ -49,7 +51,7 @@ def worker():
 class Job:
     """A job whose slices cost what they are given to cost. Batches of the compiled model and copies are announced."""
 
-    def __init__(self, worker: Worker, name: str, costs: list[int], **known: int) -> None:
+    def __init__(self, worker: Worker, name: str, costs: list[int], **known: Any) -> None:
         self.done: list[int] = []
         worker.add(Work(self.steps(costs), name, **known))
 
@@ -59,10 +61,12 @@ class Job:
             yield Cost(cost, None if following in LAYERWISE else following)
 
 
-def step(worker: Worker, jobs: list[Job], scheduled: int, first: Collection[str] = ()) -> list[int]:
+def step(
+    worker: Worker, jobs: list[Job], scheduled: int, first: Collection[str] = (), *, answers: bool = False
+) -> list[int]:
     """Do a step, and return the costs of the slices that were done in it."""
     before = [len(job.done) for job in jobs]
-    worker.work(StepPlan(scheduled=scheduled, first=set(first)))
+    worker.work(StepPlan(scheduled=scheduled, first=set(first), answers=answers))
     return [cost for job, count in zip(jobs, before, strict=True) for cost in job.done[count:]]
 
 
@@ -114,6 +118,28 @@ def test_a_step_ends_after_the_blends_that_a_prompt_waits_for(worker):
     assert step(worker, [*blends, document], 0, first=["r0", "r2"]) == [300] * 3 + [302] * 3
     assert step(worker, [*blends, document], 0, first=["r2"]) == [], "it has ended, and is not yet reported"
     assert step(worker, blends, STEP) == [301] * 3
+
+
+def test_a_blend_that_ends_ends_the_step(worker):
+    """Its request gets its first token before other blends are computed, and no document is learned before that."""
+    blends = [Job(worker, f"r{n}", [BLEND] * 3, computes="a blend") for n in range(3)]
+    document = Job(worker, "", [200] * 9, coming=200)
+    assert step(worker, [*blends, document], 0) == [BLEND] * 3
+    assert step(worker, [*blends, document], 1, answers=True) == [], "the first token waits for nothing"
+    assert step(worker, [*blends, document], 1) == [BLEND] * 3
+
+
+def test_small_blends_share_a_step(worker):
+    """The engine's pass for one token takes as long as they do."""
+    blends = [Job(worker, f"r{n}", [BLEND // 5] * 3, computes="a blend") for n in range(5)]
+    assert step(worker, blends, 0) == [BLEND // 5] * 12
+    assert step(worker, blends, 0) == [BLEND // 5] * 3
+
+
+def test_loads_go_on_while_a_first_token_is_computed(worker):
+    blend, load = Job(worker, "r0", [BLEND] * 3, computes="a blend"), Job(worker, "r1", [COPY] * 3)
+    assert step(worker, [blend, load], 1, answers=True) == [COPY] * 3
+    assert step(worker, [blend, load], 1) == [BLEND] * 3
 
 
 def test_a_full_step_does_one_slice_however_large_it_is(worker):

@@ -353,6 +353,8 @@ class Scheduler:
             computed = state.request.num_computed_tokens + tokens
             if not state.decodes:
                 prefills[request] = state.request
+                ends = computed >= state.request.num_prompt_tokens and tokens * BLEND_SHARE < self._setup.batch_tokens
+                self._next.answers |= ends and not state.scheduled and state.approximate is not None
                 self._note_step(state)
             if computed >= state.save_at:
                 self._saves.save_due(state, computed, lambda request=request: tables(request))  # type: ignore[misc]

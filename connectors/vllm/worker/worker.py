@@ -56,6 +56,9 @@ from lmc.storage.memory.slab import LOST, SlabAddress
 log = logging.getLogger(__name__)
 
 LEARN_EVERY = 8  # While blends and loads run, one slice of learning is done in this many steps.
+# A blend that ends after at least this many rows of a step ends the step: its request gets its first token before other
+# blends are computed. In a smaller step, the engine's pass for one token would take longer than the blends.
+ROWS_OF_STEP = 128
 MIN_ROWS = 512  # minimal rows per call of a layer on a CPU, or of the compiled model: each call reads all weights
 
 
@@ -193,8 +196,9 @@ class Worker:
         all_token_layers = self._step_tokens * self._pages.layers
         limit = max(all_token_layers - plan.scheduled * self._pages.layers, all_token_layers // BLEND_SHARE)
         with torch.inference_mode():
-            remaining = limit - self._do(list(self._loading.values()), limit, first=plan.first)
-            if plan.first:  # A prompt waits for the next step.
+            loading = [work for work in self._loading.values() if not (plan.answers and work.computes)]
+            remaining = limit - self._do(loading, limit, first=plan.first)
+            if plan.first or plan.answers:  # A prompt or a first token waits for the end of this step.
                 remaining = 0
             # Learning comes last. While requests run, it gets one slice of a step, so that requests hardly wait for it.
             turn = remaining == limit or not self._steps % LEARN_EVERY
@@ -308,7 +312,8 @@ class Worker:
         """Run slices that cost at most `left` token-layers, and return their cost.
 
         With `alone`, lmc has computed nothing else in this step. Then at least one slice is run, whatever its cost.
-        With `first`, the jobs of these requests run first, and nothing is run after them.
+        With `first`, the jobs of these requests run first, and nothing is run after them. If a blend ends, nothing is
+        run after it, and the cost is all that was `left`.
         """
         done = 0
         for work in sorted(queue, key=lambda work: work.request not in first):
@@ -316,6 +321,9 @@ class Worker:
                 break
             if (alone and not done) or done + work.coming <= left:
                 done += self._advance(work, left - done)
+            ended = work.computes and work.request and work.request not in self._loading
+            if ended and done >= ROWS_OF_STEP * self._pages.layers:
+                return max(done, left)
         return done
 
     def _advance(self, work: Work, left: int) -> int:
