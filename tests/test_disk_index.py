@@ -70,6 +70,11 @@ def no_rests(monkeypatch):
 # -- a start ---------------------------------------------------------------------------------------------------------
 
 
+def commit(tier):
+    """Commit the changes of a tier's index now; whether that succeeded."""
+    return tier._rows.flush()
+
+
 def test_a_start_reads_no_record(tmp_path, monkeypatch):
     with closing(filled(tmp_path)) as tier:
         expected = []
@@ -116,7 +121,7 @@ def test_a_record_that_was_removed_or_replaced_does_not_come_back(tmp_path):
 def test_records_without_a_row_are_found_after_a_kill(tmp_path, committed, monkeypatch):
     monkeypatch.setattr(index, "COMMIT_SECONDS", 3600.0)
     tier = filled(tmp_path / "live", KEYS[:committed])
-    assert tier._rows.flush()
+    assert commit(tier)
     for key in KEYS[committed:]:
         write(tier, key)
     left = killed(tier, tmp_path / "killed")
@@ -133,7 +138,7 @@ def test_records_without_a_row_are_found_after_a_kill(tmp_path, committed, monke
 def test_rows_without_a_record_are_forgotten_after_a_kill(tmp_path, monkeypatch):
     monkeypatch.setattr(index, "COMMIT_SECONDS", 3600.0)
     tier = filled(tmp_path / "live")
-    assert tier._rows.flush()
+    assert commit(tier)
     for key in KEYS[:5]:
         tier.delete(key)
     left = killed(tier, tmp_path / "killed")
@@ -276,7 +281,7 @@ def test_a_damaged_database_that_can_be_read_is_built_anew_at_the_next_start(tmp
         raise sqlite3.DatabaseError("database disk image is malformed")
 
     tier = filled(tmp_path)
-    assert tier._rows.flush()
+    assert commit(tier)
     monkeypatch.setattr(index.DiskIndex, "_commit", malformed)
     tier.delete(KEYS[0])
     tier.close()
@@ -314,7 +319,7 @@ def full(*_):
 def test_a_database_that_cannot_be_written_costs_only_the_next_start_time(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(index, "COMMIT_SECONDS", 0.01)
     with closing(filled(tmp_path, KEYS[:6])) as tier, monkeypatch.context() as patch:
-        assert tier._rows.flush()
+        assert commit(tier)
         patch.setattr(index.DiskIndex, "_commit", full)
         for key in KEYS[6:]:
             write(tier, key)
@@ -332,9 +337,9 @@ def test_changes_that_could_not_be_committed_are_committed_later(tmp_path, monke
             patch.setattr(
                 index.DiskIndex, "_commit", lambda *_: (_ for _ in ()).throw(sqlite3.OperationalError("busy"))
             )
-            assert not tier._rows.flush()
+            assert not commit(tier)
             tier.delete(KEYS[0])
-        assert tier._rows.flush()
+        assert commit(tier)
         assert tier._rows.uses().keys() == {*KEYS[1:6]}
 
 

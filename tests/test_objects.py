@@ -26,15 +26,20 @@ from lmc.storage.tiers.tier import Written
 KEYS = [key_of(number) for number in range(30)]
 
 
-class ObjectContract(ListedContract):
-    def raw_read(self, tier, key):
-        try:
-            return bytes(tier._store.get(tier._path(key)).bytes())
-        except FileNotFoundError:
-            return None
+def raw_read(tier, key):
+    """The bytes of a record's object, past the tier."""
+    try:
+        return bytes(tier._store.get(tier._path(key)).bytes())
+    except FileNotFoundError:
+        return None
 
-    def raw_write(self, tier, key, blob):
-        tier._store.put(tier._path(key), blob)
+
+def raw_write(tier, key, blob):
+    tier._store.put(tier._path(key), blob)
+
+
+class ObjectContract(ListedContract):
+    raw_read, raw_write = staticmethod(raw_read), staticmethod(raw_write)
 
     def test_entries_list_sizes_with_the_least_recently_used_first(self, tier):
         """An object store knows when objects were written, and not when they were read."""
@@ -158,7 +163,7 @@ def test_what_was_missing_is_found_after_a_while(proxy):
 def test_a_lookup_that_takes_long_is_a_miss_first_and_a_hit_later(proxy):
     """The engine makes no step during a lookup."""
     with closing(ObjectTier(bucket(proxy.port, "slow"), "S3", deadline=30)) as tier:
-        tier._store.put(tier._path(K0), b"record")
+        raw_write(tier, K0, b"record")
         proxy.requests.clear()
         proxy.mode = "hang"
         for _ in range(3):
@@ -252,9 +257,9 @@ def test_a_damaged_object_is_a_miss_for_the_store(s3):
         put(store, key)
         store.flush()
     assert get(store, KEYS[0]) is not None, "it was read from S3, because memory has two slots"
-    blob = bytearray(tier._store.get(tier._path(KEYS[1])).bytes())
+    blob = bytearray(raw_read(tier, KEYS[1]))
     blob[-1] ^= 1
-    tier._store.put(tier._path(KEYS[1]), bytes(blob))
+    raw_write(tier, KEYS[1], bytes(blob))
     with pytest.raises(ChunkLost):
         get(store, KEYS[1])
     assert store.stats().corrupt == {"objects": 1}
@@ -317,7 +322,6 @@ def test_a_closed_tier_leaves_no_thread():
 def test_bytes_after_a_record_are_found(s3):
     with closing(ObjectTier(bucket(s3, "longer"), "S3", deadline=30, lookup_seconds=30)) as tier:
         write(tier, K0)
-        blob = bytes(tier._store.get(tier._path(K0)).bytes())
-        tier._store.put(tier._path(K0), blob + bytes(4096))
+        raw_write(tier, K0, raw_read(tier, K0) + bytes(4096))
         with pytest.raises(CorruptRecord, match="size is not what the header says"):
             tier.open(K0)
