@@ -1165,7 +1165,8 @@ def test_a_step_with_the_first_token_of_a_blended_request_has_no_other_blends(bl
     request, plain = lab.requests["blend"], lab.arrive("plain", PLAIN[:9])
     lab.load(request)
     lab.admit(plain)
-    assert not lab.compute(plain, 9).answers
+    plan = lab.compute(plain, 9)
+    assert (plan.answers, plan.received) == (False, {"blend"})
     assert lab.compute(request, 1).answers
     request.append([5])
     assert not lab.compute(request, 1).answers

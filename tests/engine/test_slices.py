@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lmc.connectors.vllm.messages import BLEND_SHARE, StepPlan
+from lmc.connectors.vllm.worker import worker as module
 from lmc.connectors.vllm.worker.streams import Streams
 from lmc.connectors.vllm.worker.work import Cost, Work
 from lmc.connectors.vllm.worker.worker import ROWS_OF_STEP, Worker
@@ -62,11 +63,12 @@ class Job:
 
 
 def step(
-    worker: Worker, jobs: list[Job], scheduled: int, first: Collection[str] = (), *, answers: bool = False
-) -> list[int]:
+    worker: Worker, jobs: list[Job], scheduled: int, first: Collection[str] = (), *, received: Collection[str] = (),
+    answers: bool = False,
+) -> list[int]:  # fmt: skip
     """Do a step, and return the costs of the slices that were done in it."""
     before = [len(job.done) for job in jobs]
-    worker.work(StepPlan(scheduled=scheduled, first=set(first), answers=answers))
+    worker.work(StepPlan(scheduled=scheduled, first=set(first), received=set(received), answers=answers))
     return [cost for job, count in zip(jobs, before, strict=True) for cost in job.done[count:]]
 
 
@@ -125,15 +127,23 @@ def test_a_blend_that_ends_ends_the_step(worker):
     blends = [Job(worker, f"r{n}", [BLEND] * 3, computes="a blend") for n in range(3)]
     document = Job(worker, "", [200] * 9, coming=200)
     assert step(worker, [*blends, document], 0) == [BLEND] * 3
-    assert step(worker, [*blends, document], 1, answers=True) == [], "the first token waits for nothing"
+    assert step(worker, [*blends, document], 0) == [], "on a GPU, the blend may still be running"
+    assert step(worker, [*blends, document], 1, received=["r0"], answers=True) == [], "the token waits for nothing"
     assert step(worker, [*blends, document], 1) == [BLEND] * 3
+
+
+def test_blends_do_not_wait_for_ever_for_one_that_is_not_reported(worker, monkeypatch):
+    monkeypatch.setattr(module, "MAX_STEPS_WAITED", 3)
+    blends = [Job(worker, f"r{n}", [BLEND] * 3, computes="a blend") for n in range(2)]
+    assert step(worker, blends, 0) == [BLEND] * 3
+    assert [step(worker, blends, 0) for _ in range(4)] == [[], [], [], [BLEND] * 3]
 
 
 def test_small_blends_share_a_step(worker):
     """The engine's pass for one token takes as long as they do."""
     blends = [Job(worker, f"r{n}", [BLEND // 5] * 3, computes="a blend") for n in range(5)]
     assert step(worker, blends, 0) == [BLEND // 5] * 12
-    assert step(worker, blends, 0) == [BLEND // 5] * 3
+    assert step(worker, blends, 0, received=["r3"]) == [BLEND // 5] * 3
 
 
 def test_loads_go_on_while_a_first_token_is_computed(worker):

@@ -449,6 +449,8 @@ class Scheduler:
 
     def recover(self, report: StepReport, received: Iterable[str]) -> None:
         """Return the blocks of ended jobs and end the received loads, after an error in `reported`."""
+        received = set(received)
+        self._next.received |= received
         self._end_blends(received)
         self.pending.report(report.done, report.failed)
         for request in received:
@@ -518,6 +520,7 @@ class Scheduler:
 
     def reported(self, report: StepReport, received: set[str]) -> None:
         """Process the workers' report; `received` are requests whose load has ended on all ranks."""
+        self._next.received |= received
         self._end_blends(received, report.lost)
         self.has_news = self.has_news or bool(report.done or report.failed)
         self.pending.report(report.done, report.failed)

@@ -59,6 +59,8 @@ LEARN_EVERY = 8  # While blends and loads run, one slice of learning is done in 
 # A blend that ends after at least this many rows of a step ends the step: its request gets its first token before other
 # blends are computed. In a smaller step, the engine's pass for one token would take longer than the blends.
 ROWS_OF_STEP = 128
+# On a GPU, the blend may still be running then. Other blends wait until it is reported, or for this number of steps.
+MAX_STEPS_WAITED = 100
 MIN_ROWS = 512  # minimal rows per call of a layer on a CPU, or of the compiled model: each call reads all weights
 
 
@@ -84,6 +86,8 @@ class Worker:
         self._learning: list[Work] = []
         self._backfills: list[Work] = []  # exact prefill in idle steps
         self._steps = 0
+        self._unreported: set[str] = set()  # requests whose blends have ended a step
+        self._steps_waited = 0  # number of steps in which other blends have waited for these
         # KV of the primer, after which all documents are learned: by the number of resets before it, a list by layer.
         self._prefix_kv: dict[int, list[KV]] = {}
         self._arrived: dict[str, int] = {}  # number of arrived parts by request, see `StepPlan.arrived`
@@ -173,6 +177,7 @@ class Worker:
         self._find_slab(plan)
         self._arrived = plan.arrived
         self._steps += 1
+        waits = self._waits_for_answers(plan)
         if not (plan.has_jobs or self._loading or self._learning or self._backfills):
             return
         for request, blocks in plan.failed.items():
@@ -196,9 +201,9 @@ class Worker:
         all_token_layers = self._step_tokens * self._pages.layers
         limit = max(all_token_layers - plan.scheduled * self._pages.layers, all_token_layers // BLEND_SHARE)
         with torch.inference_mode():
-            loading = [work for work in self._loading.values() if not (plan.answers and work.computes)]
+            loading = [work for work in self._loading.values() if not (waits and work.computes)]
             remaining = limit - self._do(loading, limit, first=plan.first)
-            if plan.first or plan.answers:  # A prompt or a first token waits for the end of this step.
+            if plan.first or waits:  # A prompt or a first token waits for the end of this step.
                 remaining = 0
             # Learning comes last. While requests run, it gets one slice of a step, so that requests hardly wait for it.
             turn = remaining == limit or not self._steps % LEARN_EVERY
@@ -207,6 +212,17 @@ class Worker:
             # Idle work gets one slice of a step, so that a new request waits for one slice at most.
             if idle and all(work.idle for work in self._learning):
                 self._do(self._learning or self._backfills, 0)
+
+    def _waits_for_answers(self, plan: StepPlan) -> bool:
+        """Return whether blends wait in this step for the first token of a request whose blend has ended.
+
+        The engine decides that for all ranks: in what it has received, and in what it computes in this step.
+        """
+        self._unreported -= plan.received
+        self._steps_waited = self._steps_waited + 1 if self._unreported else 0
+        if self._steps_waited > MAX_STEPS_WAITED:
+            self._unreported.clear()
+        return plan.answers or bool(self._unreported)
 
     def fail_work(self, plan: StepPlan) -> None:
         """Report every load, learning and backfill job as failed, after an error in `work`."""
@@ -287,6 +303,7 @@ class Worker:
         for work in [*self._loading.values(), *self._learning, *self._backfills]:
             self._end(work, work.blocks, failed=True)
         self._prefix_kv = {}
+        self._unreported.clear()
 
     def outcome(self) -> dict[str, Table]:
         """Return, for the engine, the requests whose load has ended, with the blocks whose contents are invalid."""
@@ -321,8 +338,8 @@ class Worker:
                 break
             if (alone and not done) or done + work.coming <= left:
                 done += self._advance(work, left - done)
-            ended = work.computes and work.request and work.request not in self._loading
-            if ended and done >= ROWS_OF_STEP * self._pages.layers:
+            if work.finished and work.computes and work.request and done >= ROWS_OF_STEP * self._pages.layers:
+                self._unreported.add(work.request)
                 return max(done, left)
         return done
 
@@ -341,6 +358,7 @@ class Worker:
             if among_ranks:
                 work.memory -= allocated(self._device) - before
         except StopIteration:
+            work.finished = True
             self._end(work, ())
         except (ChunkLost, NoMemory) as error:
             lost = isinstance(error, ChunkLost)
