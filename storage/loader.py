@@ -78,6 +78,8 @@ class Loader:
             finally:
                 with self._mutex:
                     self._busy[client] -= 1
+                    if not self._busy[client]:
+                        del self._busy[client]  # A client that is gone must not be kept.
 
     def _next(self) -> "tuple[object, Job] | None":
         with self._mutex:
@@ -108,6 +110,8 @@ class Loader:
             loads = self._with_memory([load for load in loads if self._state.goes_on(load)])
             self._announce(loads, spent)
             for load in loads:
+                if not self._state.goes_on(load):  # Its request has given up while others were opened.
+                    continue
                 reader = self._timed(load.tier, "opening", spent, self._open, load)
                 spent[load.tier.name, "records"] += 1
                 if reader is None:

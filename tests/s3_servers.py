@@ -45,7 +45,7 @@ def make_bucket(port: int, seconds: float = 60.0) -> None:
 
 
 class Proxy:
-    """Passes requests on, unless `mode` says otherwise: `hang`, `refuse` (403), `fail` (500), `cut` (half a body)."""
+    """Passes requests on, unless `mode` is `hang`, `refuse` (403), `fail` (500), `cut` (half a body) or `stall`."""
 
     def __init__(self, port: int) -> None:
         self.mode, self.behind, self.go_on = "pass", port, threading.Event()
@@ -90,6 +90,8 @@ class Proxy:
                 handler.send_header(name, value)
         handler.send_header("Content-Length", length)
         handler.end_headers()
+        if self.mode == "stall" and handler.command == "GET" and "?" not in handler.path:
+            self.go_on.wait(60)  # The body of an object does not come, and listings do.
         if handler.command != "HEAD":
             cut = self.mode == "cut" and handler.command == "GET"
             handler.wfile.write(answer[: len(answer) // 2] if cut else answer)

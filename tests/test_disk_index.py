@@ -25,7 +25,7 @@ from lmc.storage.tiers.disk import tier as disk
 from lmc.storage.tiers.record import RecordMeta
 
 KEYS = [key_of(number) for number in range(12)]
-ROOM = 100 * RECORD_BYTES
+ROOM, ROOMY = 100 * RECORD_BYTES, 2000 * RECORD_BYTES
 
 
 def filled(root: Path, keys=KEYS) -> DiskTier:
@@ -343,12 +343,55 @@ def test_changes_that_could_not_be_committed_are_committed_later(tmp_path, monke
         assert tier._rows.uses().keys() == {*KEYS[1:6]}
 
 
+def test_a_listing_that_outlives_the_tier_leaves_the_index_of_the_next_one(tmp_path):
+    """It took the closed database for a damaged one, and removed the file that the next process had opened."""
+    tier = DiskTier(tmp_path, ROOMY)
+    for number in range(1200):
+        write(tier, key_of(number))
+    listing = tier.headers()
+    next(listing)
+    tier.close()
+    with closing(DiskTier(tmp_path, ROOMY)) as following:
+        assert len([*listing]) < 1200
+    with closing(sqlite3.connect(tmp_path / index.FILE)) as database:
+        assert database.execute("SELECT complete FROM state").fetchone() == (1,)
+        assert database.execute("SELECT COUNT(*) FROM records").fetchone() == (1200,)
+    assert following.faults() == []
+
+
+def test_a_value_that_the_database_does_not_take_costs_its_row_only(tmp_path, caplog):
+    """The thread that commits ended with the error, and no later row was committed."""
+    with closing(filled(tmp_path, KEYS[:3])) as tier:
+        tier._rows.put(meta_of(KEYS[5]), 1, 1 << 70)
+        tier._rows.put(replace(meta_of(KEYS[6]), label="a name of bytes \udcff"), 1, 1)
+        assert commit(tier)
+        write(tier, KEYS[4])
+        assert commit(tier)
+        assert tier._rows.uses().keys() == {*KEYS[:3], KEYS[4], KEYS[6]}
+    assert "cannot take the record" in caplog.text
+
+
+def test_an_index_that_another_process_locks_stays_as_it_is(tmp_path, monkeypatch, caplog):
+    filled(tmp_path).close()
+    monkeypatch.setattr(index, "PATIENCE_SECONDS", 0.01)
+    with closing(sqlite3.connect(tmp_path / index.FILE, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with closing(DiskTier(tmp_path, ROOM)) as tier:
+            assert {meta.key for meta in tier.headers()} == {*KEYS}
+        other.execute("ROLLBACK")
+    assert "cannot be used now (database is locked)" in caplog.text
+    caplog.clear()
+    with closing(DiskTier(tmp_path, ROOM)) as tier:
+        assert {meta.key for meta in tier.headers()} == {*KEYS}
+    assert "built anew" not in caplog.text
+
+
 def test_without_a_place_for_the_database_the_tier_works(tmp_path, monkeypatch, caplog):
     (tmp_path / index.FILE).mkdir(parents=True)
     with caplog.at_level(logging.WARNING), closing(filled(tmp_path)) as tier:
         assert {meta.key for meta in tier.headers()} == {*KEYS}
         assert tier.check() == []
-    assert "the next start reads all records" in caplog.text
+    assert "all records are read" in caplog.text
     with closing(DiskTier(tmp_path, ROOM)) as tier:
         assert {meta.key for meta in tier.headers()} == {*KEYS}
 

@@ -5,15 +5,17 @@ import sys
 import threading
 import time
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import timedelta
 
 import pytest
+from obstore import exceptions
 from obstore.store import LocalStore, MemoryStore, S3Store
 from s3_servers import BUCKET, ENVIRONMENT, Proxy, s3_server
 from storage_fakes import PART_BYTES, PARTS, eventually, get, key_of, memory, meta_of, put, stored
 from tier_contract import K0, K1, K2, ListedContract, read, write
 
+from lmc.config.remote_url import parse_remote_url
 from lmc.config.settings import Settings
 from lmc.errors import ChunkLost, ConfigError, CorruptRecord, TierUnusable
 from lmc.storage.memory.slab import Slab
@@ -215,6 +217,120 @@ def test_a_server_that_answers_with_errors_is_left_alone_until_it_works(proxy, m
         proxy.mode = "pass"
         eventually(lambda: tier.usable)
         assert read(tier, K0) is not None
+
+
+class Faulty:
+    """A store in memory whose requests take long, fail, or never end."""
+
+    def __init__(self, seconds=0.0, **fails):
+        """`fails` are exceptions by the names of methods."""
+        self._inner, self.seconds, self.fails, self.under_way, self.most = MemoryStore(), seconds, fails, 0, 0
+
+    def __getattr__(self, name):
+        inner = getattr(self._inner, name)
+        if not name.endswith("_async"):
+            return inner
+
+        async def asked(*arguments, **named):
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+            try:
+                await asyncio.sleep(self.seconds)
+                if name in self.fails:
+                    raise self.fails[name]
+                return await inner(*arguments, **named)
+            finally:
+                self.under_way -= 1
+
+        return asked
+
+
+def test_a_lookup_of_many_keys_in_a_slow_bucket_closes_nothing():
+    """All requests together had the deadline of one, and no answer counted if one was missing."""
+    with closing(ObjectTier(Faulty(0.05), "S3", deadline=1, lookup_seconds=30)) as tier:
+        raw_write(tier, K0, b"record")
+        assert tier.contains([*map(key_of, range(100, 900)), K0]) == [*[False] * 800, True]
+        assert tier.usable
+
+
+@pytest.mark.parametrize("error", [exceptions.PermissionDeniedError("read-only"), OSError("no space left")])
+def test_a_store_that_refuses_writes_is_read(error, caplog, monkeypatch):
+    with closing(ObjectTier(Faulty(put_async=error), "S3", deadline=30, lookup_seconds=30)) as tier:
+        for _ in range(3):
+            with suppress(OSError):
+                assert tier.write(meta_of(K1), [stored(meta_of(K1))]) is Written.REFUSED
+        assert tier.usable
+        assert caplog.text.count("storing there pauses, reading goes on") == 1
+        assert tier.write(meta_of(K2), [stored(meta_of(K2))]) is Written.REFUSED
+        assert tier.contains([K0, K1, K2]) == [False] * 3
+        tier._store.fails.clear()
+        later = time.monotonic() + objects_tier.PAUSE_SECONDS
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "monotonic", lambda: later)
+            assert tier.write(meta_of(K1), [stored(meta_of(K1))]) is Written.STORED
+
+
+def test_a_store_that_refuses_to_delete_is_read():
+    error = exceptions.PermissionDeniedError("no deletion")
+    with closing(ObjectTier(Faulty(delete_async=error), "S3", deadline=30, lookup_seconds=30)) as tier:
+        write(tier, K0)
+        with pytest.raises(PermissionError, match="refuses access"):
+            tier.delete(K0)
+        assert read(tier, K0) is not None
+        assert tier.usable
+
+
+def test_a_body_that_stalls_costs_one_record_its_deadline(proxy):
+    """Each record of a batch waited for its deadline, because the breaker did not hear of the first one."""
+    with closing(ObjectTier(bucket(proxy.port, "stalls"), "S3", deadline=0.5, lookup_seconds=30)) as tier:
+        for key in KEYS[:8]:
+            write(tier, key)
+        proxy.mode = "stall"
+        tier.announce(KEYS[:8])
+        with pytest.raises(OSError, match="no answer"):
+            tier.open(KEYS[0])
+        assert not tier.usable
+        assert [tier.open(key) for key in KEYS[1:8]] == [None] * 7
+        proxy.go_on.set()
+
+
+def test_a_batch_requests_some_records_at_a_time(monkeypatch):
+    monkeypatch.setattr(objects_tier, "STREAMS_AT_ONCE", 3)
+    with closing(ObjectTier(Faulty(0.01), "S3", deadline=30, lookup_seconds=30)) as tier:
+        for key in KEYS[:12]:
+            write(tier, key)
+        tier._store.most = 0
+        tier.announce(KEYS[:12])
+        readers = [tier.open(key) for key in KEYS[:12]]
+        assert [reader.meta.key for reader in readers] == KEYS[:12]
+        assert tier._store.most <= 4
+        for reader in readers:
+            reader.close()
+
+
+def test_no_login_is_in_a_message():
+    store = Faulty(head_async=exceptions.GenericError("Error performing HEAD http://user:sesame@minio:9000/bucket"))
+    with (
+        closing(ObjectTier(store, "S3", deadline=5, lookup_seconds=5)) as tier,
+        pytest.raises(OSError, match="minio") as error,
+    ):
+        tier._calls.call(store.head_async("x"))
+    assert "http://minio:9000" in str(error.value)
+    assert "sesame" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("s3://AKIAEXAMPLE:4321/def+ghi@bucket/prefix", "%2F"),
+        ("s3://AKIAEXAMPLE:abc/def@bucket/prefix", "%2F"),
+        ("s3://bucket?endpoint=http://user:sesame@minio:9000", "credentials"),
+    ],
+)
+def test_urls_whose_secret_would_be_shown_are_refused(url, why):
+    with pytest.raises(ValueError, match=why) as error:
+        parse_remote_url(url)
+    assert "AKIA" not in str(error.value)
 
 
 def test_a_server_that_is_away_at_the_start_is_used_later(proxy, caplog):

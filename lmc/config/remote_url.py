@@ -75,6 +75,10 @@ def _parse_object_url(url: str, scheme: str) -> ObjectURL:
         if not Path(path).is_absolute() or path == "/" or options:
             raise ValueError("a shared directory is written as file:///path")
         return ObjectURL(scheme=scheme, path=path)
+    if ":" in bucket or "@" in path:
+        raise ValueError("a / in the secret of an object store's URL is written as %2F")
+    if any("@" in value for _, value in options):
+        raise ValueError("credentials do not belong into the endpoint of an object store; set them in the environment")
     if not bucket or "," in bucket:
         raise ValueError("an object store is written as s3://bucket/prefix")
     if login:

@@ -175,3 +175,4 @@ class Lease:
         self.lifeline.unlink(missing_ok=True)
         for reservation in self._reservations.values():
             self.store.abort(reservation)
+        self._reservations.clear()

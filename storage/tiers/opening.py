@@ -131,5 +131,5 @@ def object_store(remote: ObjectURL, deadline: float) -> Any:
             client_options=client,
             retry_config={"max_retries": 1, "retry_timeout": timedelta(seconds=deadline)},
         )
-    except BaseError as error:
+    except (BaseError, ValueError) as error:
         raise ConfigError(f"remote_url ({remote}): {str(error).splitlines()[0]}") from None

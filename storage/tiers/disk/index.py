@@ -34,6 +34,8 @@ FETCHED = 1000  # rows that a reader fetches at once
 RETRY_SECONDS = 10.0  # after a commit that failed
 PATIENCE_SECONDS = 5.0  # A command that reads the index may hold its lock for a moment.
 IN_MEMORY = ":memory:"
+# SQLite's codes for a database that is busy, locked or read-only, and for a lack of memory, of space or of permissions.
+PASSING = frozenset({5, 6, 7, 8, 10, 13, 14})
 KINDS = {kind.value: kind for kind in RecordKind}
 TABLES = """
 CREATE TABLE IF NOT EXISTS records (key BLOB PRIMARY KEY, bytes INT, used INT, kind TEXT) WITHOUT ROWID;
@@ -83,7 +85,7 @@ class DiskIndex:
         self._rows: dict[ChunkKey, _Row | None] = {}  # changes to commit; None for a record that was removed
         self._uses: dict[ChunkKey, int] = {}  # times of last uses to commit
         self._changed, self._ended = threading.Event(), threading.Event()
-        self._failed = self._damaged = False
+        self._failed = self._damaged = self._closed = False
         self.clears = 0  # number of calls of `clear`
         try:
             self._database = self._open(str(self._path))
@@ -91,8 +93,12 @@ class DiskIndex:
             self.complete = bool(self._database.execute("SELECT complete FROM state").fetchone()[0])
             self._mark(complete=False)
         except (sqlite3.Error, TypeError) as error:
-            log.warning("the index %s cannot be used (%s): it is built anew", self._path, error)
-            self._database, self.complete = self._open_anew(), False
+            if _may_pass(error):
+                log.warning("the index %s cannot be used now (%s): all records are read", self._path, error)
+                self._database, self.complete = self._open(IN_MEMORY), False
+            else:
+                log.warning("the index %s cannot be used (%s): it is built anew", self._path, error)
+                self._database, self.complete = self._open_anew(), False
         self._thread = threading.Thread(target=self._commit_regularly, name="lmc-disk-index", daemon=True)
         self._thread.start()
 
@@ -162,12 +168,16 @@ class DiskIndex:
                     log.warning("the index %s cannot be written (%s); records are still found", self._path, error)
                 self._failed = True
                 return False
+            except (ValueError, OverflowError):  # SQLite does not take a value, such as a number of more than 64 bits.
+                self._commit_one_by_one(rows, uses)
             self._failed = False
             return True
 
     def clear(self) -> None:
-        """Begin with an empty database, because this one cannot be read."""
+        """Begin with an empty database, because this one cannot be read. A closed index stays as it is."""
         with self._work, self._mutex:
+            if self._closed:  # Another process may have opened the directory.
+                return
             self._rows, self._uses = {}, {}
             self.clears += 1
             self.complete = self._failed = self._damaged = False
@@ -183,10 +193,12 @@ class DiskIndex:
         if self.flush() and complete:
             with suppress(sqlite3.Error):  # The next start compares the index with the directory.
                 self._mark(complete=True)
-        with suppress(sqlite3.Error):
-            self._database.close()
-        if self._damaged:
-            self._remove()
+        with self._work:
+            self._closed = True
+            with suppress(sqlite3.Error):
+                self._database.close()
+            if self._damaged:
+                self._remove()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -267,6 +279,19 @@ class DiskIndex:
                 database.execute("ROLLBACK")
             raise
 
+    def _commit_one_by_one(self, rows: Mapping[ChunkKey, _Row | None], uses: Mapping[ChunkKey, int]) -> None:
+        """Commit each row by itself. A row that SQLite does not take is left out; its record is found while this runs.
+
+        Raises nothing: a row that cannot be committed now is compared with the directory at the next start.
+        """
+        for key, row in rows.items():
+            try:
+                self._commit({key: row}, {})
+            except (sqlite3.Error, ValueError, OverflowError) as error:
+                log.warning("the index %s cannot take the record %s: %s", self._path, key.hex(), error)
+        with suppress(sqlite3.Error, ValueError, OverflowError):
+            self._commit({}, uses)
+
     def _commit_regularly(self) -> None:
         while not self._ended.is_set():  # A close sets this before it wakes the thread.
             self._changed.wait()
@@ -277,6 +302,11 @@ class DiskIndex:
                 self._changed.set()
                 if self._ended.wait(RETRY_SECONDS):
                     return
+
+
+def _may_pass(error: Exception) -> bool:
+    """Return whether a database may be whole although it cannot be opened: it is locked, or the disk is full."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in PASSING
 
 
 def read_uses(root: Path) -> dict[ChunkKey, float]:
@@ -294,8 +324,13 @@ def read_uses(root: Path) -> dict[ChunkKey, float]:
         return {}
 
 
+def _text(text: str) -> str:
+    """Return a text without what UTF-8 cannot encode, such as parts of file names in other encodings."""
+    return text.encode(errors="replace").decode()
+
+
 def _header(meta: RecordMeta) -> tuple[object, ...]:
     return (
-        meta.key, meta.namespace, meta.tokens, meta.first, meta.parts, meta.part_bytes, meta.codec, meta.label,
-        meta.model, meta.tenant,
+        meta.key, meta.namespace, meta.tokens, meta.first, meta.parts, meta.part_bytes, meta.codec, _text(meta.label),
+        _text(meta.model), meta.tenant,
     )  # fmt: skip

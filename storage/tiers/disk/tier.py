@@ -60,6 +60,7 @@ PAUSE_SECONDS = 30.0
 CLOSING_SECONDS = 1.0  # `close` waits at most this long for a check of the directory that is in flight
 SHARDS = 256  # folders of records, by the first byte of the key
 LOGGED_RECORDS = 1000  # Reading this many records takes a noticeable time, and is logged.
+TRIMMED_BYTES = 256 << 20  # that are evicted at once, while others wait, if a directory has more than it may have
 REST_SECONDS = 0.05  # between two folders that are compared with the index in the background
 _RECORD_NAME = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX))
 _TEMPORARY_NAME = re.compile(r"[0-9]+" + re.escape(SUFFIX))
@@ -141,7 +142,7 @@ class DiskTier:
         This waits for another thread that does the same.
         """
         with self._building:
-            if error.clears == rows.clears:
+            if error.clears == rows.clears and not self._closed.is_set():
                 log.warning("%s: it is built anew from the records", error)
                 rows.clear()
                 self._compare(rows, range(SHARDS))
@@ -164,6 +165,8 @@ class DiskTier:
         """Add the records in these folders that the index lacks, and forget those whose files are gone."""
         new: list[tuple[int, ChunkKey]] = []
         for shard in shards:
+            if self._closed.is_set():
+                return
             known, there = rows.beginning_with(shard), self._keys_in(f"{shard:02x}")
             for key in known - there:
                 with self._lock:
@@ -371,9 +374,11 @@ class DiskTier:
                 self._order.touch(key)
 
     def trim(self) -> None:
-        """Evict records until the tier is within its capacity."""
-        with self._lock:
-            self._evict(self.bytes - self.capacity)
+        """Evict records until the tier is within its capacity, some at a time, so that others can use it meanwhile."""
+        freed = 1
+        while freed and not self._closed.is_set():
+            with self._lock:
+                freed = self._evict(min(self.bytes - self.capacity, TRIMMED_BYTES))
 
     def report_to(self, changes: ChangeLog) -> None:
         """Report to `changes` the records that are written, evicted and removed from now on."""

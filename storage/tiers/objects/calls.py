@@ -4,6 +4,7 @@ The library (`obstore`) is asynchronous. One thread runs the event loop, and cal
 """
 
 import asyncio
+import re
 import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
@@ -16,6 +17,8 @@ from lmc.errors import TierUnusable
 
 T = TypeVar("T")
 MISSING = FileNotFoundError, exceptions.NotFoundError
+STOP_SECONDS = 1.0  # that calls in flight have to end when they are cancelled
+LOGIN = re.compile(r"(?<=://)[^/\s@]*@")
 REFUSALS = exceptions.PermissionDeniedError, exceptions.UnauthenticatedError
 
 
@@ -66,15 +69,19 @@ class Calls:
 
     def close(self) -> None:
         """Stop the thread. Calls in flight fail."""
-        self._loop.call_soon_threadsafe(self._stop)
+        self.begin(self._stop())
         self._thread.join()
         self._loop.close()
 
-    def _stop(self) -> None:
-        for task in asyncio.all_tasks(self._loop):
+    async def _stop(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=STOP_SECONDS)
         self._loop.call_soon(self._loop.stop)
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].strip()
+    """Return the first line of an error, without the login in a URL."""
+    return LOGIN.sub("", (str(error).splitlines() or [type(error).__name__])[0].strip())

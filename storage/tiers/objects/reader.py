@@ -5,7 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from lmc.errors import CorruptRecord
@@ -111,14 +111,17 @@ class ObjectReader:
         stream: ObjectStream,
         calls: Calls,
         discard: Callable[[ChunkKey], object],
+        reported: Callable[[], AbstractContextManager[None]],
         *,
         streams: bool,
     ) -> None:
         """Read and verify the header. `discard` removes a record if a later read finds a corrupt part.
 
+        `reported` is a context in which answers are awaited, so that the circuit breaker hears of missing ones.
         If not `streams`, only the header is read from the stream, and parts by requests for ranges.
         """
         self._store, self._path, self._stream, self._calls, self._discard = store, path, stream, calls, discard
+        self._reported = reported
         self._streams = streams
         self._requested: dict[tuple[int, int], Future[Any]] = {}  # answers with the bytes of parts
         header = bytearray(min(ALIGN, stream.size))
@@ -147,7 +150,8 @@ class ObjectReader:
             self._fill(parts)
         else:  # Parts of a stream are usually read in order. Any other range is a request of its own.
             answer = self._requested.pop((first, count), None) or self._range(first, count)
-            blob = memoryview(self._calls.answer(answer))
+            with self._reported():
+                blob = memoryview(self._calls.answer(answer))
             if len(blob) != sum(map(len, parts)):
                 raise CorruptRecord("object is shorter than its header says")
             for part in parts:
@@ -170,7 +174,7 @@ class ObjectReader:
     def _fill(self, views: Sequence[memoryview]) -> None:
         """Fill views with the next bytes of the stream."""
         for view in views:
-            with self._calls.translated():
+            with self._reported(), self._calls.translated():
                 filled = self._stream.read_into(view, self._calls.deadline)
             if filled < len(view):
                 raise CorruptRecord("object is shorter than its header says")

@@ -14,9 +14,11 @@ Requests are those of `obstore` (https://developmentseed.org/obstore), which wra
 
 import asyncio
 import contextlib
+import logging
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -29,7 +31,7 @@ from lmc.errors import CorruptRecord, TierUnusable
 from lmc.keys import FORMAT, ChunkKey
 from lmc.shapes import ALIGN
 from lmc.storage.locks import Rank, new_lock
-from lmc.storage.tiers.breaker import Breaker
+from lmc.storage.tiers.breaker import FAILURES, Breaker
 from lmc.storage.tiers.objects.calls import MISSING, Calls
 from lmc.storage.tiers.objects.reader import ObjectReader, ObjectStream
 from lmc.storage.tiers.record import (
@@ -43,16 +45,22 @@ from lmc.storage.tiers.record import (
 )
 from lmc.storage.tiers.tier import Entry, Finding, Written
 
+log = logging.getLogger(__name__)
+
 PROMPTLY = 0.4  # share of the deadline for a lookup
 KNOWN_KEYS = 1 << 16  # keys that are remembered as present, and as absent
 PRESENT_SECONDS, ABSENT_SECONDS = 600.0, 10.0  # for which the answer to a lookup is remembered
 LOOKUP_SECONDS = 0.01  # that a lookup waits for answers
 AT_ONCE = 64  # requests of a lookup
+STREAMS_AT_ONCE = 16  # records that a thread requests at the same time
 SLOWEST_RATE = 4 << 20  # bytes a second; a write may take the deadline and the time at this rate
-AHEAD_BYTES = 4 << 20  # that are received of each record before they are read
+AHEAD_BYTES = 4 << 20  # that are received of each record before they are read, at most
+ALL_AHEAD_BYTES = 64 << 20  # the same, of all records that a thread reads at the same time
 WHOLE_BYTES = 64 << 20  # A larger record is uploaded in several requests.
 LISTED = 1000  # objects in one answer
 LIST_SECONDS = 30.0  # deadline for one answer
+PAUSE_SECONDS = 30.0  # Writing pauses for this time after a refusal.
+SAID_EVERY = 600.0  # seconds between two warnings about refused writes
 CLOSING_SECONDS = 1.0  # `close` waits at most this long for a probe in flight
 
 
@@ -87,7 +95,10 @@ class ObjectTier:
         self._absent: TTLCache[ChunkKey, bool] = TTLCache(KNOWN_KEYS, ABSENT_SECONDS, time.monotonic)
         self._asked: set[ChunkKey] = set()  # keys of lookups in flight
         self._lookup_seconds = lookup_seconds
-        self._thread = threading.local()  # `streams`: the records that a thread has requested and not opened yet
+        # By thread: `streams`, the records that are requested and not opened, and `waiting`, those to request later.
+        self._thread = threading.local()
+        self._paused_until, self._logged = 0.0, float("-inf")  # for writes
+        self._failed_writes = 0  # in a row
         self._breaker = Breaker(title, self._greet)
         try:
             self._breaker.start()
@@ -115,16 +126,28 @@ class ObjectTier:
             return [key in self._present for key in keys]
 
     def announce(self, keys: Sequence[ChunkKey], into: Sequence[Sequence[memoryview]] = ()) -> None:
-        """Request these records at the same time. Earlier ones that were not opened are dropped."""
+        """Request the first of these records, and the others as these are opened. Earlier requests are dropped."""
         for dropped in getattr(self._thread, "streams", {}).values():
             dropped.add_done_callback(_close)
-        self._thread.streams = {key: self._begin(key) for key in keys} if self.usable else {}
+        waiting = list(dict.fromkeys(keys)) if self.usable else []
+        self._thread.ahead = min(AHEAD_BYTES, max(ALIGN, ALL_AHEAD_BYTES // max(1, len(waiting))))
+        self._thread.streams = {key: self._begin(key) for key in waiting[:STREAMS_AT_ONCE]}
+        self._thread.waiting = deque(waiting[STREAMS_AT_ONCE:])
 
     def open(self, key: ChunkKey) -> ObjectReader | None:
         """Open a record. Returns None if it is missing, or if the store is not usable."""
         if not self.usable:
             return None
-        stream = getattr(self._thread, "streams", {}).pop(key, None) or self._begin(key)
+        streams = getattr(self._thread, "streams", {})
+        waiting: deque[ChunkKey] = getattr(self._thread, "waiting", deque())
+        stream = streams.pop(key, None)
+        if stream is None:
+            stream = self._begin(key)
+            with contextlib.suppress(ValueError):
+                waiting.remove(key)
+        if waiting:
+            following = waiting.popleft()
+            streams[following] = self._begin(following)
         try:
             with removed_if_corrupt(self.discard, key):
                 return self._reader(key, self._answer(stream), self.discard)
@@ -134,18 +157,27 @@ class ObjectTier:
 
     def write(self, meta: RecordMeta, parts: Sequence[memoryview]) -> Written:
         """Upload a record, if the store does not have it."""
-        if not self.usable:
+        if not self.usable or time.monotonic() < self._paused_until:
             return Written.REFUSED
         with self._mutex:
             present, absent = meta.key in self._present, meta.key in self._absent
         # If another process has written the record since it was found missing, equal bytes replace it.
-        if present or (not absent and self._answer(self._calls.begin(self._ask([meta.key])))[0]):
+        if present or (not absent and self._answer(self._calls.begin(self._exists(meta.key)))):
             self._learn(meta.key, present=True)
             return Written.PRESENT
         # The bytes are copied, because the slot is reused after this returns, and the library may still send them then.
         blob = b"".join([encode_header(replace(meta, checksums=checksums(meta, parts))), *parts])
         call = self._store.put_async(self._path(meta.key), blob, use_multipart=len(blob) > WHOLE_BYTES)
-        self._answer(self._calls.begin(call), self._calls.deadline + len(blob) / SLOWEST_RATE)
+        try:
+            self._changed(self._calls.begin(call), self._calls.deadline + len(blob) / SLOWEST_RATE)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            self._failed_writes += 1
+            if not isinstance(error, PermissionError) and self._failed_writes < FAILURES:
+                raise
+            return self._pause_writes(error)
+        self._failed_writes = 0
         self._learn(meta.key, present=True)
         return Written.STORED
 
@@ -153,10 +185,10 @@ class ObjectTier:
         """Delete a record. Returns false if it was missing."""
         if not self.usable:
             return False
-        there = bool(self._answer(self._calls.begin(self._ask([key])))[0])
+        there = bool(self._answer(self._calls.begin(self._exists(key))))
         if there:
             with contextlib.suppress(FileNotFoundError):
-                self._answer(self._calls.begin(self._store.delete_async(self._path(key))))
+                self._changed(self._calls.begin(self._store.delete_async(self._path(key))))
         self._learn(key, present=False)
         return there
 
@@ -209,13 +241,16 @@ class ObjectTier:
         return f"{self._folder}/{file_of(key)}"
 
     def _begin(self, key: ChunkKey) -> "Future[ObjectStream]":
-        ahead = AHEAD_BYTES if self._streams else ALIGN  # From a directory, the stream has the header only.
+        # From a directory, the stream has the header only.
+        ahead = getattr(self._thread, "ahead", AHEAD_BYTES) if self._streams else ALIGN
         return self._calls.begin(ObjectStream.of(self._store, self._path(key), ahead))
 
     def _reader(self, key: ChunkKey, stream: ObjectStream, discard: Callable[[ChunkKey], object]) -> ObjectReader:
         path = self._path(key)
         try:
-            return ObjectReader(self._store, path, key, stream, self._calls, discard, streams=self._streams)
+            return ObjectReader(
+                self._store, path, key, stream, self._calls, discard, self._reported, streams=self._streams
+            )
         except BaseException:
             stream.close()
             raise
@@ -225,9 +260,37 @@ class ObjectTier:
         with self._reported():
             return self._calls.answer(future, within)
 
+    def _changed(self, future: "Future[Any]", within: float = 0.0) -> None:
+        """Wait for the end of a call that changes something.
+
+        Only a timeout is reported to the breaker: a store may refuse changes, or be full, and still serve its records.
+        Raises `PermissionError` for a refusal.
+        """
+        try:
+            self._calls.answer(future, within)
+        except TimeoutError as error:
+            self._breaker.failed(error)
+            raise
+        except TierUnusable as error:
+            raise PermissionError(str(error)) from None
+
+    def _pause_writes(self, error: OSError) -> Written:
+        """Refuse writes for a while, with a warning now and then."""
+        now, self._failed_writes = time.monotonic(), 0
+        if now - self._logged > SAID_EVERY:
+            self._logged = now
+            log.warning("lmc: a write was refused (%s); storing there pauses, reading goes on", error)
+        self._paused_until = now + PAUSE_SECONDS
+        return Written.REFUSED
+
     @contextlib.contextmanager
     def _reported(self) -> Iterator[None]:
-        """Report to the breaker whether the store works. Raises `OSError` if it no longer grants access."""
+        """Report to the breaker whether the store works.
+
+        Raises `OSError` if the store no longer grants access, or at once if it does not respond.
+        """
+        if not self.usable:
+            raise OSError(f"{self._title} does not respond")
         try:
             yield
         except FileNotFoundError:
@@ -248,30 +311,37 @@ class ObjectTier:
             (self._present if present else self._absent)[key] = True
 
     async def _look_up(self, keys: Sequence[ChunkKey]) -> None:
-        """Learn which records are present."""
-        seconds = self._calls.deadline * PROMPTLY
+        """Learn which records are present. A store that answers some requests in time responds."""
+        turn, seconds, answers = asyncio.Semaphore(AT_ONCE), self._calls.deadline * PROMPTLY, list[bool]()
+
+        async def ask(key: ChunkKey) -> None:
+            try:
+                async with turn:
+                    if not self.usable:
+                        return
+                    with self._calls.translated(seconds):
+                        present = await asyncio.wait_for(self._exists(key), seconds)
+                self._learn(key, present=present)
+                answers.append(present)
+            except (OSError, TierUnusable) as error:
+                if not answers:
+                    with contextlib.suppress(OSError), self._reported():
+                        raise error
+            finally:
+                with self._mutex:
+                    self._asked.discard(key)
+
+        await asyncio.gather(*map(ask, keys))
+        if answers:
+            self._breaker.worked()
+
+    async def _exists(self, key: ChunkKey) -> bool:
+        """Return whether a record's object exists."""
         try:
-            with contextlib.suppress(OSError), self._reported(), self._calls.translated(seconds):
-                answers = await asyncio.wait_for(self._ask(keys), seconds)
-                for key, present in zip(keys, answers, strict=True):
-                    self._learn(key, present=present)
-        finally:
-            with self._mutex:
-                self._asked.difference_update(keys)
-
-    async def _ask(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return for each key whether its object exists."""
-        turn = asyncio.Semaphore(AT_ONCE)
-
-        async def exists(key: ChunkKey) -> bool:
-            async with turn:
-                try:
-                    await self._store.head_async(self._path(key))
-                except MISSING:
-                    return False
-                return True
-
-        return list(await asyncio.gather(*map(exists, keys)))
+            await self._store.head_async(self._path(key))
+        except MISSING:
+            return False
+        return True
 
     def _problem(self, key: ChunkKey) -> str:
         """Return the problem of a record, or an empty string. This removes nothing."""
