@@ -655,6 +655,30 @@ def test_other_questions_about_the_same_documents_count_as_what_blends_cost(
                 assert (request.facts or {}).get("note") == why
 
 
+def test_the_balance_counts_costs_only_if_there_are_any() -> None:
+    """Blends whose savings are not known, and that nothing follows, were refused."""
+    counted = balance.Balance()
+    for _ in range(100):
+        assert counted.allows_blend()
+        counted.blended(-40)
+
+
+@pytest.mark.parametrize("siblings", [1, 2, 4, 8, 16])
+def test_a_refusal_ends_after_some_trials_that_pay(siblings: int) -> None:
+    counted = balance.Balance()
+    for _ in range(balance.FIRST_BLENDS):
+        counted.blended(1000)
+    for _ in range(2000):
+        counted.followed(200)
+    for _ in range(1000):
+        allowed = counted.allows_blend()
+        for _ in range(siblings - 1):
+            counted.allows_blend()  # vLLM's cache has the prompt of a sibling, so that it is no blend.
+        if allowed:
+            counted.blended(1000)
+    assert all(counted.allows_blend() for _ in range(100))
+
+
 def test_what_was_measured_says_how_much_a_blend_costs() -> None:
     cost, offer = CostModel(), BlendOffer(rows=100, tokens=1000, length=1000)
     assert cost.in_prefill_tokens(offer) == 200, "a guess"

@@ -1166,11 +1166,37 @@ def test_a_step_with_the_first_token_of_a_blended_request_has_no_other_blends(bl
     lab.load(request)
     lab.admit(plain)
     plan = lab.compute(plain, 9)
-    assert (plan.answers, plan.received) == (False, {"blend"})
-    assert lab.compute(request, 1).answers
+    assert (plan.answers, plan.received) == (set(), {"blend"})
+    assert lab.compute(request, 1).answers == {"blend"}
     request.append([5])
     assert not lab.compute(request, 1).answers
     lab.finish(plain)
+
+
+def test_a_burst_of_blends_waits_until_those_before_have_ended(make):
+    """All of them were admitted at once, and took the blocks that running requests needed for their next tokens."""
+    lab = make(batch_tokens=100, blocks=256, slots=32, settings={"load_policy": "always"})
+    learn(lab, DOC_A, DOC_B)
+    lab.workers.held_back = True
+    prompts = [prompt(DOC_A, DOC_B, question=[70, 71, 72, 73, number]) for number in range(600, 608)]
+    requests = [lab.arrive(f"{number}", tokens) for number, tokens in enumerate(prompts)]
+    exact = lab.arrive("exact", PLAIN[:9])
+    first = [request for request in requests if lab.admit(request)]
+    assert len(first) == 2 * 100 // len(prompts[0])
+    assert lab.admit(exact) == 0, "a prompt without a blend does not wait for that"
+    lab.step()
+    assert not any(lab.admit(request) for request in requests if request not in first)
+    lab.workers.held_back = False
+    for request in requests:
+        lab.wait(lambda request=request: request in first or lab.admit(request))
+        lab.load(request)
+        lab.compute(request, request.num_tokens - request.num_computed_tokens)
+        lab.finish(request)
+    lab.compute(exact, 9)
+    lab.finish(exact)
+    assert lab.scheduler.counts["blends"] == 8
+    lab.drop_backfills()
+    lab.check()
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ class StepPlan:
     loads: list[LoadJob | BlendJob] = field(default_factory=list)
     first: set[str] = field(default_factory=set)  # requests whose blends a prompt waits for; the step ends after them
     received: set[str] = field(default_factory=set)  # requests whose load all workers have reported as ended
-    answers: bool = False  # A blended request gets its first token in this step, so no other blend is computed.
+    answers: set[str] = field(default_factory=set)  # blended requests that get their first token in this step
     late: list[str] = field(default_factory=list)  # requests whose loads have failed because chunks did not arrive
     # Requests whose load cannot be executed after an error, with the blocks that the engine has to compute.
     failed: dict[str, tuple[int, ...]] = field(default_factory=dict)

@@ -12,12 +12,13 @@ from lmc.connectors.vllm.messages import BLEND_SHARE, StepPlan
 from lmc.connectors.vllm.worker import worker as module
 from lmc.connectors.vllm.worker.streams import Streams
 from lmc.connectors.vllm.worker.work import Cost, Work
-from lmc.connectors.vllm.worker.worker import ROWS_OF_STEP, Worker
+from lmc.connectors.vllm.worker.worker import BUSY, ROWS_THAT_END, Worker
+from lmc.errors import ChunkLost
 
 STEP, LAYERS = 1000, 32
 WHOLE = STEP * LAYERS  # token-layers of a full step
 LAYERWISE, COMPILED = range(1, 400), range(2000, WHOLE // BLEND_SHARE + 1)  # what slices of a blend cost
-BLEND = ROWS_OF_STEP * LAYERS // 2  # a slice of a blend, of which two are enough to end a step
+BLEND = 2000  # a slice of a blend
 COPY = 401  # what the copy of a chunk costs
 
 
@@ -64,11 +65,11 @@ class Job:
 
 def step(
     worker: Worker, jobs: list[Job], scheduled: int, first: Collection[str] = (), *, received: Collection[str] = (),
-    answers: bool = False,
+    answers: Collection[str] = (),
 ) -> list[int]:  # fmt: skip
     """Do a step, and return the costs of the slices that were done in it."""
     before = [len(job.done) for job in jobs]
-    worker.work(StepPlan(scheduled=scheduled, first=set(first), received=set(received), answers=answers))
+    worker.work(StepPlan(scheduled=scheduled, first=set(first), received=set(received), answers=set(answers)))
     return [cost for job, count in zip(jobs, before, strict=True) for cost in job.done[count:]]
 
 
@@ -122,34 +123,61 @@ def test_a_step_ends_after_the_blends_that_a_prompt_waits_for(worker):
     assert step(worker, blends, STEP) == [301] * 3
 
 
-def test_a_blend_that_ends_ends_the_step(worker):
+def large(worker: Worker, name: str) -> Job:
+    return Job(worker, name, [BLEND] * 3, computes="a blend", rows=ROWS_THAT_END)
+
+
+def test_a_large_blend_that_ends_ends_the_step(worker):
     """Its request gets its first token before other blends are computed, and no document is learned before that."""
-    blends = [Job(worker, f"r{n}", [BLEND] * 3, computes="a blend") for n in range(3)]
-    document = Job(worker, "", [200] * 9, coming=200)
+    blends, document = [large(worker, f"r{n}") for n in range(3)], Job(worker, "", [200] * 9, coming=200)
     assert step(worker, [*blends, document], 0) == [BLEND] * 3
     assert step(worker, [*blends, document], 0) == [], "on a GPU, the blend may still be running"
-    assert step(worker, [*blends, document], 1, received=["r0"], answers=True) == [], "the token waits for nothing"
-    assert step(worker, [*blends, document], 1) == [BLEND] * 3
+    assert step(worker, [*blends, document], 1, received=["r0"], answers=["r0"]) == [], "the token waits for nothing"
+    assert step(worker, [*blends, document], 1, answers=["other"]) == [BLEND] * 3
+    assert step(worker, [*blends, document], 1, received=["r1"]) == [BLEND] * 3, "the request has ended"
 
 
 def test_blends_do_not_wait_for_ever_for_one_that_is_not_reported(worker, monkeypatch):
     monkeypatch.setattr(module, "MAX_STEPS_WAITED", 3)
-    blends = [Job(worker, f"r{n}", [BLEND] * 3, computes="a blend") for n in range(2)]
+    blends = [large(worker, f"r{n}") for n in range(2)]
     assert step(worker, blends, 0) == [BLEND] * 3
     assert [step(worker, blends, 0) for _ in range(4)] == [[], [], [], [BLEND] * 3]
 
 
 def test_small_blends_share_a_step(worker):
     """The engine's pass for one token takes as long as they do."""
-    blends = [Job(worker, f"r{n}", [BLEND // 5] * 3, computes="a blend") for n in range(5)]
-    assert step(worker, blends, 0) == [BLEND // 5] * 12
-    assert step(worker, blends, 0, received=["r3"]) == [BLEND // 5] * 3
+    blends = [Job(worker, f"r{n}", [BLEND] * 3, computes="a blend", rows=ROWS_THAT_END - 1) for n in range(5)]
+    assert step(worker, blends, 0) == [BLEND] * 15
 
 
-def test_loads_go_on_while_a_first_token_is_computed(worker):
-    blend, load = Job(worker, "r0", [BLEND] * 3, computes="a blend"), Job(worker, "r1", [COPY] * 3)
-    assert step(worker, [blend, load], 1, answers=True) == [COPY] * 3
-    assert step(worker, [blend, load], 1) == [BLEND] * 3
+def test_blends_share_a_step_of_an_engine_that_is_busy(worker):
+    blends = [large(worker, f"r{n}") for n in range(3)]
+    assert step(worker, blends, round(BUSY * STEP) + 1) == [BLEND] * 9
+
+
+def test_loads_go_on_after_a_blend_and_while_a_first_token_is_computed(worker):
+    blends, load = [large(worker, f"r{n}") for n in range(2)], Job(worker, "load", [COPY] * 3)
+    assert step(worker, [*blends, load], 0) == [BLEND] * 3 + [COPY] * 3
+    load = Job(worker, "another", [COPY] * 3)
+    assert step(worker, [*blends, load], 1, received=["r0"], answers=["r0"]) == [COPY] * 3
+    assert step(worker, [*blends, load], 1) == [BLEND] * 3
+
+
+def test_a_blend_that_fails_on_one_rank_ends_the_step_on_all():
+    """Otherwise this rank would compute the next blend, and wait for the others for ever."""
+    done = []
+    for fails in (False, True):
+        rank = OnlyTime()
+        blends = [large(rank, f"r{n}") for n in range(2)]
+        if fails:
+            rank._loading["r0"].steps = failing(blends[0])
+        done.append([step(rank, blends, 0), step(rank, blends, 0)])
+    assert done[0] == done[1] == [[BLEND] * 3, []]
+
+
+def failing(job: Job):
+    yield from job.steps([BLEND] * 3)
+    raise ChunkLost
 
 
 def test_a_full_step_does_one_slice_however_large_it_is(worker):

@@ -13,6 +13,7 @@ prompts are computed, except for one in `TRIAL_EVERY`: the traffic, or the engin
 FIRST_BLENDS = 8  # number of blends before the counts are compared
 FADE = 15 / 16  # Each blend multiplies the weight of what was counted before it by this.
 TRIAL_EVERY = 16
+MOST_COST = 2  # Costs count at most this many times what was saved, so that some trials without costs are enough.
 
 
 class Balance:
@@ -21,19 +22,22 @@ class Balance:
     def __init__(self) -> None:
         self._blends = self._refused = 0
         self._saved = self._cost = 0.0  # tokens
+        self._trial = False  # The next new prompt is blended, whatever was counted.
 
     def blended(self, saved: float) -> None:
         """Count a blend of a new prompt, which computes so many tokens fewer than prefill."""
         self._blends += 1
-        self._saved, self._cost = FADE * self._saved + saved, FADE * self._cost
+        self._saved, self._cost = FADE * self._saved + max(0.0, saved), FADE * self._cost
+        self._trial = False
 
     def followed(self, cost: float) -> None:
         """Count a request after a blend that computes so many tokens more than without the blend."""
-        self._cost += cost
+        self._cost = min(self._cost + cost, MOST_COST * max(self._saved, cost))
 
     def allows_blend(self) -> bool:
         """Return whether to blend a new prompt with stored documents. A refused prompt counts."""
         if self._blends < FIRST_BLENDS or self._cost <= self._saved:
             return True
         self._refused += 1
-        return self._refused % TRIAL_EVERY == 0
+        self._trial = self._trial or self._refused % TRIAL_EVERY == 0
+        return self._trial

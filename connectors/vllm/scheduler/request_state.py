@@ -46,6 +46,8 @@ class RequestState:
     memory_only: bool = False  # Nothing is loaded from slower tiers, because computing was expected to be faster.
     refused: str = ""  # why its documents are not reused; see `Match.refused`
     weighed: int = -1  # the number of tokens in the engine's cache when a blend was compared with prefill
+    is_blend: bool = False  # Its latest plan was a blend.
+    blended_now: bool = False  # Its blend is under way or has ended, and the engine has computed nothing for it yet.
     is_long: bool = False  # The engine would compute a tenth of a step or more: earlier blends go first.
     turn_since: float | None = None  # time since which the request may have waited for earlier blends
     claim: Plan | None = None  # the plan that the engine was promised, from pinned chunks

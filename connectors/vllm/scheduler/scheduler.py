@@ -64,7 +64,9 @@ LACKS_BLOCKS = "stored documents were computed, because the engine has too few f
 RECENT = 1000  # requests whose facts are kept
 BEGUN = 16  # maximal number of tokens that a chat template writes after the header of the next answer
 FEW_TOKENS = 128  # If the engine's cache lacks at most this many prompt tokens, lmc does not look for stored chunks.
+STEPS_OF_BLENDS = 2  # The prompts of the blends under way have at most as many tokens as this number of steps.
 MAX_TURN_SECONDS = 20.0  # A prompt waits no longer than this for the blends of earlier requests.
+MAX_LEARN_SECONDS = 600.0  # A request to learn waits no longer than this for the engine's blocks.
 SPARE = 0.5  # share of an engine's blocks that must be free before it learns documents of other engines
 AWAKE_SECONDS = 1.0  # An engine that computed something within this time makes steps, and can learn in them.
 LEARN_SECONDS = 10.0  # An idle engine continues learning for this time; a shutdown or a pause may have to wait for it.
@@ -92,6 +94,7 @@ class Scheduler:
         self._saves = SaveQueue(setup, self.pending, self.events)
         self._states: dict[str, RequestState] = {}
         self._blending: dict[str, RequestState] = {}  # requests that workers blend now, with all chunks in memory
+        self._blended_tokens: dict[str, int] = {}  # of the prompts of all blends under way, by request
         self._waiting_blocks = 0  # blocks for prompts that wait, in this step, for blends of earlier requests
         self.recent: OrderedDict[str, Mapping[str, Any]] = OrderedDict()  # facts of requests that have ended
         self._next = StepPlan()  # the plan of the next step, as far as it is known
@@ -166,7 +169,7 @@ class Scheduler:
 
     def _claim(self, state: RequestState, local: int) -> Plan | None:
         """Return a request's plan, whose chunks are pinned; None if the engine has to ask again in its next step."""
-        if self._waits_its_turn(state, local):
+        if self._waits_its_turn(state, local) or self._waits_for_blends(state, local):
             return None
         if state.waiting_since is None:
             self._claims.wait_from_now(state)
@@ -177,8 +180,11 @@ class Scheduler:
             state.claim = self._claims.make(state, local)
         plan, request = state.claim, state.request
         if plan is not None:
-            if not own_pieces(plan):  # To compute everything exactly is expected to be faster.
-                state.revision = None
+            if state.revision is not None and not own_pieces(plan):  # Computing exactly is expected to be faster.
+                state.shared_with_blend, state.revision = state.revision.stop, None
+            state.is_blend = is_blend(plan)
+            if self._waits_for_blends(state, local):
+                return None
             tokens = request.num_tokens - plan.stop
             state.is_long = tokens * BLEND_SHARE >= self._setup.batch_tokens and not request.num_preemptions
             if state.is_long and self._waits_its_turn(state, local):
@@ -231,6 +237,20 @@ class Scheduler:
         self._claims.release(state)
         return True
 
+    def _waits_for_blends(self, state: RequestState, local: int) -> bool:
+        """Return whether a blend waits because the blends under way are enough for the next steps.
+
+        The engine's steps admit prompts up to a limit of tokens, to which loads do not count. Without a limit of its
+        own, a burst of blends would take all blocks, and running requests would be preempted. A prompt that waits holds
+        no chunks.
+        """
+        under_way = sum(self._blended_tokens.values())
+        tokens = state.request.num_prompt_tokens - local
+        if not state.is_blend or not under_way or under_way + tokens <= STEPS_OF_BLENDS * self._setup.batch_tokens:
+            return False
+        self._claims.release(state)
+        return True
+
     def _comes_before(self, request: Any, other: Any) -> bool:
         """Return whether the engine serves a request before another one that waits as well."""
         if self._setup.by_priority and request.priority != other.priority:
@@ -280,6 +300,8 @@ class Scheduler:
             self._weigh(state, offer)
         if plan.approximate:
             self._isolate(state, plan)
+            state.blended_now = True
+            self._blended_tokens[state.id] = request.num_prompt_tokens - local
             if ready:
                 self._blending[state.id] = state
         self._next.loads.append(job_of(state, plan, tables, self._block_size, ready=ready))
@@ -353,8 +375,9 @@ class Scheduler:
             computed = state.request.num_computed_tokens + tokens
             if not state.decodes:
                 prefills[request] = state.request
-                ends = computed >= state.request.num_prompt_tokens and tokens * BLEND_SHARE < self._setup.batch_tokens
-                self._next.answers |= ends and not state.scheduled and state.approximate is not None
+                if state.blended_now and computed >= state.request.num_prompt_tokens:
+                    self._next.answers.add(request)
+                state.blended_now = False
                 self._note_step(state)
             if computed >= state.save_at:
                 self._saves.save_due(state, computed, lambda request=request: tables(request))  # type: ignore[misc]
@@ -391,14 +414,14 @@ class Scheduler:
 
     def _note_step(self, state: RequestState) -> None:
         """Record that the engine computes prompt tokens of a request."""
+        if not state.scheduled and not state.request.num_preemptions:  # vLLM alone would have these tokens.
+            self._balance.followed(max(0, state.shared_with_blend - state.request.num_computed_tokens))
         state.scheduled = True
         self._claims.release(state)  # The engine did not use this claim.
         self._note_answer(state)
         if state.begun is None and not state.request.num_preemptions:
             state.begun = self._setup.clock()
             state.prefilled = state.request.num_prompt_tokens - state.request.num_computed_tokens
-            if state.refused == REPEATED:
-                self._balance.followed(max(0, state.shared_with_blend - state.request.num_computed_tokens))
         state.decodes = state.answered
 
     @property
@@ -468,6 +491,7 @@ class Scheduler:
         """
         for request in received:
             self._blending.pop(request, None)
+            self._blended_tokens.pop(request, None)
             state = self._states.get(request)
             if state is not None and state.copied:
                 held, state.copied = state.copied, ()
@@ -631,7 +655,11 @@ class Scheduler:
         The request is then served from the learned documents, so no token is computed twice.
         """
         if state.unknown or state.queued:
-            self._ran = self._setup.clock()  # The engine called this method: it is awake and can learn.
+            now = self._ran = self._setup.clock()  # The engine called this method: it is awake and can learn.
+            state.turn_since = now if state.turn_since is None else state.turn_since
+            if now - state.turn_since > MAX_LEARN_SECONDS:
+                state.note, state.unknown, state.queued = "the engine had no blocks to learn all documents", (), ()
+                return True
             fitting = [span for span in state.unknown if self.engine.fits(len(span))]
             state.unknown = ()
             for number, span in enumerate(fitting):

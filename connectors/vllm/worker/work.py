@@ -28,7 +28,7 @@ class Work:
     computes: str = ""  # what the job computes; "" if it only copies
     memory: int = 0  # number of bytes that the job may still allocate, in addition to those for a batch of rows
     coming: int = 0  # expected cost of the next slice
-    finished: bool = False  # The last slice has run.
+    rows: float = 0  # tokens that a blend computes
     largest: int = 0  # largest cost of a slice until now; it is the expectation if the cost of the next is unknown
 
     def next_slice(self) -> int:

@@ -56,9 +56,13 @@ from lmc.storage.memory.slab import LOST, SlabAddress
 log = logging.getLogger(__name__)
 
 LEARN_EVERY = 8  # While blends and loads run, one slice of learning is done in this many steps.
-# A blend that ends after at least this many rows of a step ends the step: its request gets its first token before other
-# blends are computed. In a smaller step, the engine's pass for one token would take longer than the blends.
-ROWS_OF_STEP = 128
+# A blend of at least this many rows ends the step: its request gets its first token before other blends are computed.
+# The engine's pass for this token would take longer than smaller blends. On a GPU, such a pass takes as long as many
+# rows, so that a blend has to be as large as a fourth of a step.
+ROWS_THAT_END = 128
+STEPS_THAT_END = 1 / 4
+# If the engine computes more than this share of a step for running requests, a step is full of work as it is.
+BUSY = 1 / 16
 # On a GPU, the blend may still be running then. Other blends wait until it is reported, or for this number of steps.
 MAX_STEPS_WAITED = 100
 MIN_ROWS = 512  # minimal rows per call of a layer on a CPU, or of the compiled model: each call reads all weights
@@ -96,6 +100,7 @@ class Worker:
         self._ended: list[EndedLoad] = []  # loads whose copies may be in flight
         self._step_tokens = int(config.scheduler_config.max_num_batched_tokens)
         self._rows = BatchRows(layer=self._step_tokens)
+        self._rows_that_end = float(ROWS_THAT_END)
         self._batch_bytes = 0  # number of bytes that a layer needs on a GPU for a batch of full size
 
     # -- start -------------------------------------------------------------------------------------------------------
@@ -114,6 +119,8 @@ class Worker:
         self._pages.choose_copy_mode(seconds_of)
         if self._device.type != "cuda":  # On a GPU, kernels may have buffers for the tokens of one step only.
             self._rows = BatchRows(layer=max(MIN_ROWS, self._step_tokens))
+        else:
+            self._rows_that_end = max(ROWS_THAT_END, STEPS_THAT_END * self._step_tokens)
         refused = "blending is off (enable_blending)"
         if self._blends:
             refused = why_not or self._prepare_blending(caches, model)
@@ -202,7 +209,8 @@ class Worker:
         limit = max(all_token_layers - plan.scheduled * self._pages.layers, all_token_layers // BLEND_SHARE)
         with torch.inference_mode():
             loading = [work for work in self._loading.values() if not (waits and work.computes)]
-            remaining = limit - self._do(loading, limit, first=plan.first)
+            busy = plan.scheduled > BUSY * self._step_tokens
+            remaining = limit - self._do(loading, limit, first=plan.first, may_end=not busy)
             if plan.first or waits:  # A prompt or a first token waits for the end of this step.
                 remaining = 0
             # Learning comes last. While requests run, it gets one slice of a step, so that requests hardly wait for it.
@@ -216,13 +224,14 @@ class Worker:
     def _waits_for_answers(self, plan: StepPlan) -> bool:
         """Return whether blends wait in this step for the first token of a request whose blend has ended.
 
-        The engine decides that for all ranks: in what it has received, and in what it computes in this step.
+        All ranks decide the same, by what the engine has received and what it computes in this step.
         """
-        self._unreported -= plan.received
+        reported = self._unreported & plan.received
+        self._unreported -= reported
         self._steps_waited = self._steps_waited + 1 if self._unreported else 0
         if self._steps_waited > MAX_STEPS_WAITED:
             self._unreported.clear()
-        return plan.answers or bool(self._unreported)
+        return bool(self._unreported or reported & plan.answers)
 
     def fail_work(self, plan: StepPlan) -> None:
         """Report every load, learning and backfill job as failed, after an error in `work`."""
@@ -325,23 +334,34 @@ class Worker:
 
     # -- inside: slices ----------------------------------------------------------------------------------------------
 
-    def _do(self, queue: list[Work], left: int, *, alone: bool = True, first: Set[str] = frozenset()) -> int:
+    def _do(
+        self,
+        queue: list[Work],
+        left: int,
+        *,
+        alone: bool = True,
+        first: Set[str] = frozenset(),
+        may_end: bool = False,
+    ) -> int:
         """Run slices that cost at most `left` token-layers, and return their cost.
 
         With `alone`, lmc has computed nothing else in this step. Then at least one slice is run, whatever its cost.
-        With `first`, the jobs of these requests run first, and nothing is run after them. If a blend ends, nothing is
-        run after it, and the cost is all that was `left`.
+        With `first`, the jobs of these requests run first, and nothing is run after them. If large blends `may_end` the
+        step, only loads are run after one that ends, and the cost is at least what was `left`.
         """
-        done = 0
+        done, ended = 0, False
         for work in sorted(queue, key=lambda work: work.request not in first):
             if first and not self._loading.keys() & first:
                 break
+            if ended and work.computes:
+                continue
             if (alone and not done) or done + work.coming <= left:
                 done += self._advance(work, left - done)
-            if work.finished and work.computes and work.request and done >= ROWS_OF_STEP * self._pages.layers:
+            # This holds for blends that fail, too, so that all ranks do the same.
+            if may_end and work.rows >= self._rows_that_end and work.request not in self._loading:
                 self._unreported.add(work.request)
-                return max(done, left)
-        return done
+                ended = True
+        return max(done, left) if ended else done
 
     def _advance(self, work: Work, left: int) -> int:
         """Run one slice of a job and further slices that fit into `left` token-layers, and return their cost.
@@ -358,7 +378,6 @@ class Worker:
             if among_ranks:
                 work.memory -= allocated(self._device) - before
         except StopIteration:
-            work.finished = True
             self._end(work, ())
         except (ChunkLost, NoMemory) as error:
             lost = isinstance(error, ChunkLost)
@@ -399,8 +418,14 @@ class Worker:
             self._blocks_to_fill(job),
             wanted=(*job.copies, *job.documents),
             computes=f"a blend of {len(job.tokens)} tokens",
+            rows=self._rows_of(job),
             memory=memory_for(self._layers, job),
         )
+
+    def _rows_of(self, job: BlendJob) -> float:
+        """Return about how many tokens a blend computes, apart from its first pass."""
+        reused = sum(piece.tokens for piece in (*job.documents, *job.own) if not piece.exact)
+        return len(job.tokens) - job.start - reused * (1 - job.policy.share(self._pages.layers))
 
     def _blocks_to_fill(self, job: BlendJob) -> Table:
         return tuple(block for table in job.tables for block in table[job.start // self._block_size :])
