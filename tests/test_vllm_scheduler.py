@@ -41,7 +41,7 @@ from lmc.connectors.vllm.model_identity import layout_of, model_identity
 from lmc.connectors.vllm.scheduler import claims
 from lmc.connectors.vllm.scheduler.idle import MAX_PAUSE_SECONDS
 from lmc.connectors.vllm.scheduler.request_state import Role
-from lmc.connectors.vllm.scheduler.scheduler import MAX_TURN_SECONDS
+from lmc.connectors.vllm.scheduler.scheduler import MAX_LEARN_SECONDS, MAX_TURN_SECONDS
 from lmc.engine import CacheEngine, NewChunk
 from lmc.engine.identity import adapter_stamp
 from lmc.errors import ConfigError
@@ -1686,6 +1686,22 @@ def test_learning_waits_while_the_engine_needs_its_blocks(make):
     assert not lab.step().learn
     lab.finish(request)
     assert lab.step().learn
+
+
+def test_a_request_to_learn_does_not_wait_for_blocks_for_ever(make):
+    lab = make(blocks=16)
+    busy = lab.arrive("busy", PLAIN)
+    lab.admit(busy)
+    request = lab.arrive("learn", DOC_A, {"learn": True})
+    assert lab.look(request) is None or lab.admit(request) is None
+    lab.step()
+    lab.now += MAX_LEARN_SECONDS + 1
+    assert lab.scheduler.claim(request, 0) == 0
+    lab.finish(busy)
+    assert lab.admit(request) == 0
+    lab.compute(request, len(DOC_A))
+    facts = lab.finish(request)
+    assert facts == {"learned": False, "note": "the engine had no blocks to learn all documents"}
 
 
 def test_what_waits_to_be_learned_is_bounded(make):

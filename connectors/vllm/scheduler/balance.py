@@ -25,13 +25,13 @@ class Balance:
         self._trial = False  # The next new prompt is blended, whatever was counted.
 
     def blended(self, saved: float) -> None:
-        """Count a blend of a new prompt, which computes so many tokens fewer than prefill."""
+        """Count a blend of a new prompt. `saved` is the number of tokens by which it computes fewer than prefill."""
         self._blends += 1
         self._saved, self._cost = FADE * self._saved + max(0.0, saved), FADE * self._cost
         self._trial = False
 
     def followed(self, cost: float) -> None:
-        """Count a request after a blend that computes so many tokens more than without the blend."""
+        """Count a request after a blend. `cost` is the number of tokens that it computes because of the blend."""
         self._cost = min(self._cost + cost, MOST_COST * max(self._saved, cost))
 
     def allows_blend(self) -> bool:
