@@ -655,6 +655,16 @@ def test_other_questions_about_the_same_documents_count_as_what_blends_cost(
                 assert (request.facts or {}).get("note") == why
 
 
+def test_a_turn_that_is_computed_instead_of_revised_counts_as_what_blends_cost(
+    weighing: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(balance, "FIRST_BLENDS", 1)
+    monkeypatch.setattr(CostModel, "against_blend", lambda _, offer, policy: "slow" if offer.revises else "")
+    assert conversation(weighing, 600, 2, idle=False) == ""
+    assert weighing.scheduler.counts["blends"] == 1
+    assert conversation(weighing, 601, 1, idle=False) == scheduler.UNPROFITABLE
+
+
 def test_the_balance_counts_costs_only_if_there_are_any() -> None:
     """Blends whose savings are not known, and that nothing follows, were refused."""
     counted = balance.Balance()
