@@ -55,6 +55,11 @@ def order(tier: DiskTier) -> list:
     return [entry.key for entry in tier.entries()]
 
 
+def commit(tier):
+    """Commit the changes of a tier's index now; whether that succeeded."""
+    return tier._rows.flush()
+
+
 def settled(tier: DiskTier) -> DiskTier:
     """The tier when it has compared its index with its directory."""
     if tier._comparing is not None:
@@ -68,11 +73,6 @@ def no_rests(monkeypatch):
 
 
 # -- a start ---------------------------------------------------------------------------------------------------------
-
-
-def commit(tier):
-    """Commit the changes of a tier's index now; whether that succeeded."""
-    return tier._rows.flush()
 
 
 def test_a_start_reads_no_record(tmp_path, monkeypatch):

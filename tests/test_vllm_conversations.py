@@ -607,19 +607,19 @@ def weighing(make, monkeypatch: pytest.MonkeyPatch) -> Lab:
 def conversation(lab: Lab, number: int, turns: int, *, idle: bool) -> str:
     """Serve a conversation with a system text of its own; return the note of its first turn."""
     turn = [*prompt(DOC_A, DOC_B, DOC_C, system=[5, 6, 7, 8, number]), *HEADER]
-    note = ""
+    why = ""
     for at in range(turns):
         request = lab.serve(f"{number}.{at}", turn, output=[*ANSWER, 9])
         turn = later_turn(turn)
         lab.settle() if idle else lab.drop_backfills()
-        note = note if at else str((request.facts or {}).get("note", ""))
-    return note
+        why = why if at else str((request.facts or {}).get("note", ""))
+    return why
 
 
 def test_prompts_are_computed_while_conversations_cost_more_with_blends_than_without(
     weighing: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that is never idle revised a blend in each turn: six turns took 1.6 times as long as in vLLM alone."""
+    """An engine that is never idle revised a blend in each turn: six turns took a third longer than in vLLM alone."""
     monkeypatch.setattr(balance, "FIRST_BLENDS", 3)
     monkeypatch.setattr(balance, "TRIAL_EVERY", 4)
     notes = [conversation(weighing, number, 6, idle=False) for number in range(600, 611)]
@@ -683,7 +683,7 @@ def test_a_refusal_ends_after_some_trials_that_pay(siblings: int) -> None:
     for _ in range(1000):
         allowed = counted.allows_blend()
         for _ in range(siblings - 1):
-            counted.allows_blend()  # vLLM's cache has the prompt of a sibling, so that it is no blend.
+            counted.allows_blend()  # vLLM's cache has the prompt of a sibling, which is not blended.
         if allowed:
             counted.blended(1000)
     assert all(counted.allows_blend() for _ in range(100))

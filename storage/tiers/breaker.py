@@ -2,6 +2,8 @@
 
 It opens after one timeout, or after three other failures in a row. So callers wait for a silent server only once, and
 not at every request.
+
+A tier that refuses writes, for example because it is full, can still be read. Only its writing pauses.
 """
 
 import logging
@@ -16,6 +18,26 @@ log = logging.getLogger(__name__)
 FAILURES = 3  # failures in a row that open the breaker
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds between two retries
 CALM = 60.0  # seconds after which a new opening is logged again, and retried after `FIRST_PAUSE`
+
+
+class WritePause:
+    """Writing to a tier, which pauses after a refusal."""
+
+    def __init__(self) -> None:
+        self._until, self._logged = 0.0, float("-inf")
+
+    @property
+    def lasts(self) -> bool:
+        """Whether writing pauses now."""
+        return time.monotonic() < self._until
+
+    def begin(self, error: Exception, seconds: float, said_every: float) -> None:
+        """Pause for `seconds`, with a warning at most once in `said_every` seconds."""
+        now = time.monotonic()
+        if now - self._logged > said_every:
+            self._logged = now
+            log.warning("lmc: a write was refused (%s); storing there pauses, reading goes on", error)
+        self._until = now + seconds
 
 
 class Breaker:

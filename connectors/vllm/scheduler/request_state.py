@@ -49,7 +49,7 @@ class RequestState:
     is_blend: bool = False  # Its latest plan was a blend.
     blended_now: bool = False  # Its blend is under way or has ended, and the engine has computed nothing for it yet.
     is_long: bool = False  # The engine would compute a tenth of a step or more: earlier blends go first.
-    turn_since: float | None = None  # time since which the request may have waited for earlier blends
+    turn_since: float | None = None  # time since which the request may have waited for earlier blends, or for blocks
     claim: Plan | None = None  # the plan that the engine was promised, from pinned chunks
     borrowed: Borrowed | None = None  # blocks that the blend under way needs in addition to the request's own
     # Time limits of the request's loads
@@ -69,7 +69,7 @@ class RequestState:
     searched: int = -1  # `OwnBlends.changes` at the last search for a blend to continue
     scheduled: bool = False  # The engine has computed tokens of the request.
     follows: bool = False  # The request continues an earlier blend, or asks something else about its documents.
-    shared_with_blend: int = 0  # number of leading tokens that it shares with an earlier blend of the same documents
+    shared_with_blend: int = 0  # leading tokens shared with an earlier blend; vLLM alone would have them exactly
     blended_before: int = 0  # number of tokens on which the continued blend depends
     continued: int = 0  # tokens from the engine's own blocks of an earlier blend
     approximate: int | None = None  # From this position on, KV is not exact and is not saved as exact.

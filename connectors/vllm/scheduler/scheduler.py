@@ -210,11 +210,11 @@ class Scheduler:
         has_time = self._has_time_to_wait(state)
         return has_time and any(other.scheduled or other.loading for other in self._states.values())
 
-    def _has_time_to_wait(self, state: RequestState) -> bool:
-        """Return whether a request may wait longer: `MAX_TURN_SECONDS` in all, from the first call on."""
+    def _has_time_to_wait(self, state: RequestState, seconds: float = MAX_TURN_SECONDS) -> bool:
+        """Return whether a request may wait longer: `seconds` in all, from the first call on."""
         now = self._setup.clock()
         state.turn_since = now if state.turn_since is None else state.turn_since
-        return now - state.turn_since < MAX_TURN_SECONDS
+        return now - state.turn_since < seconds
 
     def _waits_its_turn(self, state: RequestState, local: int) -> bool:
         """Return whether blends of earlier requests go first, as the prefill of these requests would without lmc.
@@ -655,9 +655,8 @@ class Scheduler:
         The request is then served from the learned documents, so no token is computed twice.
         """
         if state.unknown or state.queued:
-            now = self._ran = self._setup.clock()  # The engine called this method: it is awake and can learn.
-            state.turn_since = now if state.turn_since is None else state.turn_since
-            if now - state.turn_since > MAX_LEARN_SECONDS:
+            self._ran = self._setup.clock()  # The engine called this method: it is awake and can learn.
+            if not self._has_time_to_wait(state, MAX_LEARN_SECONDS):
                 state.note, state.unknown, state.queued = "the engine had no blocks to learn all documents", (), ()
                 return True
             fitting = [span for span in state.unknown if self.engine.fits(len(span))]

@@ -14,7 +14,6 @@ Requests are those of `obstore` (https://developmentseed.org/obstore), which wra
 
 import asyncio
 import contextlib
-import logging
 import re
 import threading
 import time
@@ -31,7 +30,7 @@ from lmc.errors import CorruptRecord, TierUnusable
 from lmc.keys import FORMAT, ChunkKey
 from lmc.shapes import ALIGN
 from lmc.storage.locks import Rank, new_lock
-from lmc.storage.tiers.breaker import FAILURES, Breaker
+from lmc.storage.tiers.breaker import FAILURES, Breaker, WritePause
 from lmc.storage.tiers.objects.calls import MISSING, Calls
 from lmc.storage.tiers.objects.reader import ObjectReader, ObjectStream
 from lmc.storage.tiers.record import (
@@ -44,8 +43,6 @@ from lmc.storage.tiers.record import (
     verify_parts,
 )
 from lmc.storage.tiers.tier import Entry, Finding, Written
-
-log = logging.getLogger(__name__)
 
 PROMPTLY = 0.4  # share of the deadline for a lookup
 KNOWN_KEYS = 1 << 16  # keys that are remembered as present, and as absent
@@ -62,6 +59,15 @@ LIST_SECONDS = 30.0  # deadline for one answer
 PAUSE_SECONDS = 30.0  # Writing pauses for this time after a refusal.
 SAID_EVERY = 600.0  # seconds between two warnings about refused writes
 CLOSING_SECONDS = 1.0  # `close` waits at most this long for a probe in flight
+
+
+class _Announced(threading.local):
+    """The records that a thread has announced and not opened yet."""
+
+    def __init__(self) -> None:
+        self.streams: dict[ChunkKey, Future[ObjectStream]] = {}  # the requested ones
+        self.waiting: deque[ChunkKey] = deque()  # those to request when one of these is opened
+        self.ahead = AHEAD_BYTES  # bytes of each that are received before they are read
 
 
 class ObjectTier:
@@ -95,10 +101,8 @@ class ObjectTier:
         self._absent: TTLCache[ChunkKey, bool] = TTLCache(KNOWN_KEYS, ABSENT_SECONDS, time.monotonic)
         self._asked: set[ChunkKey] = set()  # keys of lookups in flight
         self._lookup_seconds = lookup_seconds
-        # By thread: `streams`, the records that are requested and not opened, and `waiting`, those to request later.
-        self._thread = threading.local()
-        self._paused_until, self._logged = 0.0, float("-inf")  # for writes
-        self._failed_writes = 0  # in a row
+        self._announced = _Announced()
+        self._pause, self._failed_writes = WritePause(), 0  # failures in a row
         self._breaker = Breaker(title, self._greet)
         try:
             self._breaker.start()
@@ -127,27 +131,27 @@ class ObjectTier:
 
     def announce(self, keys: Sequence[ChunkKey], into: Sequence[Sequence[memoryview]] = ()) -> None:
         """Request the first of these records, and the others as these are opened. Earlier requests are dropped."""
-        for dropped in getattr(self._thread, "streams", {}).values():
+        mine = self._announced
+        for dropped in mine.streams.values():
             dropped.add_done_callback(_close)
-        waiting = list(dict.fromkeys(keys)) if self.usable else []
-        self._thread.ahead = min(AHEAD_BYTES, max(ALIGN, ALL_AHEAD_BYTES // max(1, len(waiting))))
-        self._thread.streams = {key: self._begin(key) for key in waiting[:STREAMS_AT_ONCE]}
-        self._thread.waiting = deque(waiting[STREAMS_AT_ONCE:])
+        new = list(dict.fromkeys(keys)) if self.usable else []
+        mine.ahead = min(AHEAD_BYTES, max(ALIGN, ALL_AHEAD_BYTES // max(1, len(new))))
+        mine.streams = {key: self._begin(key) for key in new[:STREAMS_AT_ONCE]}
+        mine.waiting = deque(new[STREAMS_AT_ONCE:])
 
     def open(self, key: ChunkKey) -> ObjectReader | None:
         """Open a record. Returns None if it is missing, or if the store is not usable."""
         if not self.usable:
             return None
-        streams = getattr(self._thread, "streams", {})
-        waiting: deque[ChunkKey] = getattr(self._thread, "waiting", deque())
-        stream = streams.pop(key, None)
+        mine = self._announced
+        stream = mine.streams.pop(key, None)
         if stream is None:
             stream = self._begin(key)
             with contextlib.suppress(ValueError):
-                waiting.remove(key)
-        if waiting:
-            following = waiting.popleft()
-            streams[following] = self._begin(following)
+                mine.waiting.remove(key)
+        if mine.waiting:
+            following = mine.waiting.popleft()
+            mine.streams[following] = self._begin(following)
         try:
             with removed_if_corrupt(self.discard, key):
                 return self._reader(key, self._answer(stream), self.discard)
@@ -157,7 +161,7 @@ class ObjectTier:
 
     def write(self, meta: RecordMeta, parts: Sequence[memoryview]) -> Written:
         """Upload a record, if the store does not have it."""
-        if not self.usable or time.monotonic() < self._paused_until:
+        if not self.usable or self._pause.lasts:
             return Written.REFUSED
         with self._mutex:
             present, absent = meta.key in self._present, meta.key in self._absent
@@ -176,7 +180,9 @@ class ObjectTier:
             self._failed_writes += 1
             if not isinstance(error, PermissionError) and self._failed_writes < FAILURES:
                 raise
-            return self._pause_writes(error)
+            self._failed_writes = 0
+            self._pause.begin(error, PAUSE_SECONDS, SAID_EVERY)
+            return Written.REFUSED
         self._failed_writes = 0
         self._learn(meta.key, present=True)
         return Written.STORED
@@ -242,7 +248,7 @@ class ObjectTier:
 
     def _begin(self, key: ChunkKey) -> "Future[ObjectStream]":
         # From a directory, the stream has the header only.
-        ahead = getattr(self._thread, "ahead", AHEAD_BYTES) if self._streams else ALIGN
+        ahead = self._announced.ahead if self._streams else ALIGN
         return self._calls.begin(ObjectStream.of(self._store, self._path(key), ahead))
 
     def _reader(self, key: ChunkKey, stream: ObjectStream, discard: Callable[[ChunkKey], object]) -> ObjectReader:
@@ -273,15 +279,6 @@ class ObjectTier:
             raise
         except TierUnusable as error:
             raise PermissionError(str(error)) from None
-
-    def _pause_writes(self, error: OSError) -> Written:
-        """Refuse writes for a while, with a warning now and then."""
-        now, self._failed_writes = time.monotonic(), 0
-        if now - self._logged > SAID_EVERY:
-            self._logged = now
-            log.warning("lmc: a write was refused (%s); storing there pauses, reading goes on", error)
-        self._paused_until = now + PAUSE_SECONDS
-        return Written.REFUSED
 
     @contextlib.contextmanager
     def _reported(self) -> Iterator[None]:

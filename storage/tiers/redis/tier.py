@@ -9,7 +9,6 @@ one step (a script), unless another writer has finished before.
 """
 
 import contextlib
-import logging
 import os
 import re
 import threading
@@ -22,6 +21,7 @@ from typing import TypeAlias
 from lmc.config.redis_url import RedisURL
 from lmc.errors import CorruptRecord, TierUnusable
 from lmc.keys import FORMAT, ChunkKey
+from lmc.storage.tiers.breaker import WritePause
 from lmc.storage.tiers.record import (
     RecordMeta,
     decode_header,
@@ -35,8 +35,6 @@ from lmc.storage.tiers.redis.layout import COMPLETE, COMPLETED, LARGEST, OTHERS,
 from lmc.storage.tiers.redis.reader import WRONGTYPE, RedisReader, refused
 from lmc.storage.tiers.redis.resp import Connection, Reply, ReplyError, TooLong, Word, command, granted
 from lmc.storage.tiers.tier import Entry, Finding, Written
-
-log = logging.getLogger(__name__)
 
 UNFINISHED_SECONDS = 60  # the time after which values of an unfinished record expire
 BEHIND = 2  # values that a writer sends before it waits for the reply to the first of them
@@ -66,7 +64,7 @@ class RedisTier:
         self._prefix, self._ttl = prefix.encode(), ttl
         ours = rb"(?P<header>%s:\{(?P<key>[0-9a-f]{64})\})(?P<value>(:[0-9a-f]{16})?:[0-9]+)?"
         self._ours = re.compile(ours % re.escape(self._prefix))
-        self._paused_until, self._logged = 0.0, float("-inf")
+        self._pause = WritePause()
         self._prompt = deadline * PROMPTLY
         self._thread = threading.local()  # `headers`: the headers that a thread has fetched and not used yet
         self._servers = Servers(remote, deadline, self._greet, self._prefix + b":format")
@@ -98,7 +96,7 @@ class RedisTier:
         """Write the values under temporary names, then rename them and add the header in one step."""
         header, total = self._header(meta.key), meta.offset(meta.parts)
         server = self._servers.of(header)
-        if server is None or time.monotonic() < self._paused_until or total > VALUES_LIMIT * LARGEST:
+        if server is None or self._pause.lasts or total > VALUES_LIMIT * LARGEST:
             return Written.REFUSED
         sizes = value_sizes(total)
         names = value_names(b"%s:%s" % (header, os.urandom(8).hex().encode()), len(sizes))
@@ -111,11 +109,7 @@ class RedisTier:
                 self._call(server, "UNLINK", *names)
             if error.code not in FULL:
                 raise
-            now = time.monotonic()
-            if now - self._logged > SAID_EVERY:
-                self._logged = now
-                log.warning("lmc: a write was refused (%s); storing there pauses, reading goes on", error)
-            self._paused_until = now + PAUSE_SECONDS
+            self._pause.begin(error, PAUSE_SECONDS, SAID_EVERY)
             return Written.REFUSED
 
     def delete(self, key: ChunkKey) -> bool:
