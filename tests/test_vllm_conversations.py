@@ -275,20 +275,6 @@ def test_a_retry_is_blended_by_itself_if_the_first_blend_is_lost(lab: Lab) -> No
     lab.finish(two)
 
 
-def test_the_second_prompt_with_the_same_documents_in_one_order_is_computed(make) -> None:
-    """As without lmc, the third one then finds them in the engine's own cache."""
-    lab = make(blocks=256, slots=32)
-    for document in (DOC_A, DOC_B):
-        learn(lab, document)
-    questions = [[70, 71, 72, 73, number] for number in range(600, 604)]
-    loaded = [lab.serve(f"{q}", prompt(DOC_A, DOC_B, question=q)).loaded for q in questions]
-    assert loaded[0] > 0
-    assert loaded[1:] == [0, 0, 0]
-    request = lab.arrive("fifth", prompt(DOC_A, DOC_B, question=[70, 71]))
-    assert lab.look(request) > len(DOC_A) + len(DOC_B)
-    lab.finish(request)
-
-
 # -- revision ----------------------------------------------------------------------------------------------------------
 
 
@@ -460,6 +446,87 @@ def test_a_revision_that_ends_early_holds_no_blocks(lab: Lab, event: str) -> Non
         lab.workers.load = monkey
         lab.compute(request, len(turn) - request.num_computed_tokens)
         lab.finish(request)
+    lab.check()
+
+
+def other_question(number: int) -> list[int]:
+    return [*prompt(DOC_A, DOC_B, question=[70, 71, 72, 73, number]), *HEADER]
+
+
+def test_another_question_about_the_same_documents_revises_the_blend(lab: Lab) -> None:
+    asked(lab)
+    first = {block.block_id for block in lab.pool.blocks if block.block_hash is not None}
+    turn = other_question(600)
+    request, job = job_for(lab, "second", turn)
+    shared = turn.index(600) // BLOCK * BLOCK
+    sources, targets = zip(*job.copied, strict=True)
+    assert set(sources) <= first
+    assert set(targets).isdisjoint(sources)
+    assert max(piece.stop for piece in job.own) == shared, "what follows is computed"
+    assert [turn[at] for piece in job.own if not piece.exact for at in range(piece.at, piece.stop)] == [*DOC_A, *DOC_B]
+    assert turn[job.question :] == turn[shared:]
+    assert ended(lab, request) == {"continued_tokens": shared - BLOCK}
+    again = lab.arrive("again", turn)
+    assert lab.look(again) == len(turn) // BLOCK * BLOCK, "a retry shares what the revision has computed"
+    lab.finish(again)
+    lab.check()
+
+
+@pytest.mark.parametrize(
+    "change", [{"lmc": {"blend": False}}, {"lmc": {"ratio": 0.5}}, {"lmc": {"strategy": "head"}}, {"cache_salt": "x"}]
+)
+def test_another_question_of_somebody_else_does_not_revise_it(lab: Lab, change: dict) -> None:
+    asked(lab)
+    request = lab.arrive("second", other_question(600), change.get("lmc"), cache_salt=change.get("cache_salt"))
+    assert state_of(lab, "second").revision is None
+    lab.finish(request)
+
+
+def test_another_question_about_given_documents_revises_only_a_blend_of_these(lab: Lab) -> None:
+    asked(lab)
+    tokens = other_question(600)
+    start = tokens.index(DOC_B[0])
+    request = lab.arrive("second", tokens, {"documents": [[start, start + len(DOC_B)]]})
+    assert state_of(lab, "second").revision is None
+    lab.finish(request)
+
+
+def test_another_question_waits_for_the_blend_of_its_documents(lab: Lab) -> None:
+    first = lab.arrive("first", chat(DOC_A, DOC_B))
+    second = lab.arrive("second", other_question(600))
+    assert lab.wait(lambda: lab.admit(first)) > 0
+    assert lab.scheduler.claim(second, lab.look(second)) is None
+    ended(lab, first)
+    lab.drop_backfills()
+    lab.wait(lambda: lab.admit(second))
+    (job,) = lab.step().loads
+    assert job.own
+    ended(lab, second)
+    lab.check()
+
+
+def test_another_question_is_computed_once_revisions_have_cost_half_of_prefill(make) -> None:
+    """As without lmc, the next one then finds the documents in the engine's own cache."""
+    lab = make(blocks=256, slots=32)
+    learn(lab, DOC_A, DOC_B)
+    requests = [lab.serve(f"{number}", other_question(number)) for number in range(600, 605)]
+    assert [request.loaded > 0 for request in requests] == [True, True, False, False, False]
+    assert [(request.facts or {}).get("note") for request in requests[2:]] == [scheduler.REPEATED, None, None]
+    request = lab.arrive("last", other_question(605))
+    assert lab.look(request) > len(DOC_A) + len(DOC_B)
+    lab.finish(request)
+
+
+def test_another_question_is_computed_without_free_blocks_for_copies(make) -> None:
+    lab = make(blocks=256, slots=32)
+    learn(lab, DOC_A, DOC_B)
+    lab.serve("first", other_question(600))
+    lab.drop_backfills()
+    blocks = len(other_question(601)) // BLOCK
+    held = lab.pool.get_new_blocks(lab.pool.get_num_free_blocks() - 2 * blocks + 4)
+    request = lab.serve("second", other_question(601))
+    lab.pool.free_blocks(held)
+    assert (request.loaded, (request.facts or {}).get("note")) == (0, scheduler.REPEATED)
     lab.check()
 
 
@@ -647,7 +714,7 @@ def test_other_questions_about_the_same_documents_count_as_what_blends_cost(
 ) -> None:
     monkeypatch.setattr(balance, "FIRST_BLENDS", 1)
     for number, why in ((600, None), (601, scheduler.UNPROFITABLE)):
-        for question in range(610, 612):
+        for question in range(610, 618):
             tokens = prompt(DOC_A, DOC_B, DOC_C, system=[5, 6, 7, 8, number], question=[70, 71, 72, 73, question])
             request = weighing.serve(f"{number}.{question}", tokens)
             weighing.drop_backfills()

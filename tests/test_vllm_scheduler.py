@@ -1178,7 +1178,7 @@ def test_a_burst_of_blends_waits_until_those_before_have_ended(make):
     lab = make(batch_tokens=100, blocks=256, slots=32, settings={"load_policy": "always"})
     learn(lab, DOC_A, DOC_B)
     lab.workers.held_back = True
-    prompts = [prompt(DOC_A, DOC_B, question=[70, 71, 72, 73, number]) for number in range(600, 608)]
+    prompts = [prompt(DOC_A, DOC_B, system=[50, 51, 52, 53, number]) for number in range(600, 608)]
     requests = [lab.arrive(f"{number}", tokens) for number, tokens in enumerate(prompts)]
     exact = lab.arrive("exact", PLAIN[:9])
     first = [request for request in requests if lab.admit(request)]

@@ -105,6 +105,21 @@ def test_a_turn_that_revises_changes_nothing_for_others(lab, revise):
         assert agree(lab.ask(prompt, {"blend": False}), lab.vanilla(prompt))
 
 
+@pytest.mark.parametrize("ratio", [1.0, 0.1])
+def test_other_questions_about_the_same_documents_revise_an_exact_blend_and_are_exact(lab, revise, ratio):
+    revise(ratio)
+    documents = PROMPT.tokens[: PROMPT.spans[-1][1]]
+    prompts = [TOKENS, *([*documents, *words(40, seed), *HEADER] for seed in (60, 61))]
+    found = [lab.ask(tokens, wish(1.0), 40) for tokens in prompts]
+    without_idle_time(lab)
+    for out in found[1:]:
+        assert facts(out)["continued_tokens"] > 600
+        assert facts(out)["charged_budget"] == pytest.approx(ratio, abs=0.1)
+    assert [agree(out, lab.vanilla(tokens, 40)) for tokens, out in zip(prompts, found, strict=True)] == [True] * 3
+    again = lab.ask(TOKENS, wish(1.0), 40)
+    assert agree(again, found[0]), "the blocks of the first question are as they were"
+
+
 @pytest.mark.parametrize("change", [{"salt": "other"}, {"lmc": {"blend": False}}, {"lmc": {"ratio": 0.5}}])
 def test_later_turns_of_others_do_not_go_on_from_it(lab, change):
     out = lab.ask(TOKENS, wish(), 40)

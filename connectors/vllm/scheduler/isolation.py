@@ -46,7 +46,7 @@ def set_salts(request: Any, salts: Salts, *, replacing: Salts = ()) -> None:
         request.update_block_hashes()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class OwnBlend:
     """A prompt that this engine has blended."""
 
@@ -60,11 +60,17 @@ class OwnBlend:
     end: int  # The blend depends on the tokens before this position.
     documents: bytes  # the exact hash of the last full block of the blend's documents
     by_separators: bool  # Separators mark the blend's documents.
+    spent: float  # tokens that revisions have computed since the documents were first blended; vLLM would have them
 
     @property
     def first(self) -> int:
         """The position of the first approximate token."""
         return self.pieces[0].at
+
+    @property
+    def stop(self) -> int:
+        """The position after the last approximate token."""
+        return self.pieces[-1].at + self.pieces[-1].tokens
 
 
 class OwnBlends:
@@ -93,6 +99,7 @@ class OwnBlends:
         salts: Salts,
         origin: Salt,
         by_separators: bool,
+        spent: float = 0.0,
     ) -> None:
         """Add a blend that depends on the tokens before `end`. `hashes` are the exact hashes of the prompt's blocks."""
         full = min(end // self._block_size, len(hashes))
@@ -110,6 +117,7 @@ class OwnBlends:
             end=end,
             documents=hashes[last - 1],
             by_separators=by_separators,
+            spent=spent,
         )
         self._by_documents[blend.documents] = blend
         same = [
@@ -144,10 +152,22 @@ class OwnBlends:
         for full in range(len(hashes) if self._by_block else 0, 0, -1):
             stop = full * self._block_size
             for blend in sorted(self._by_block.get(hashes[full - 1], ()), key=lambda one: -len(one.rest)):
-                same = blend.policy == policy and tuple(prompt[stop : stop + len(blend.rest)]) == blend.rest
-                if same and (blend.by_separators if documents is None else _are_inside(blend.pieces, documents)):
+                if tuple(prompt[stop : stop + len(blend.rest)]) == blend.rest and _fits(blend, documents, policy):
                     self._of_tenant[tenant].move_to_end(blend)
                     yield blend
+
+    def find_same_documents(
+        self, *, hashes: Sequence[bytes], documents: Sequence[Span] | None, policy: RecomputePolicy
+    ) -> OwnBlend | None:
+        """Return the last blend with whose documents a prompt begins, whatever its question is.
+
+        The arguments are those of `find`.
+        """
+        for block in reversed(hashes if self._by_documents else ()):
+            blend = self._by_documents.get(block)
+            if blend is not None and _fits(blend, documents, policy):
+                return blend
+        return None
 
     def repeats(self, hashes: Sequence[bytes]) -> int:
         """Return how many tokens a prompt shares with an earlier blend if it begins with all documents of the blend.
@@ -184,8 +204,13 @@ class OwnBlends:
         self.changes += 1
 
 
-def _are_inside(pieces: Sequence[Placement], documents: Sequence[Span]) -> bool:
-    """Return whether each piece lies inside a document."""
+def _fits(blend: OwnBlend, documents: Sequence[Span] | None, policy: RecomputePolicy) -> bool:
+    """Return whether a prompt asks for the policy of a blend, and its documents include the pieces of the blend."""
+    if blend.policy != policy:
+        return False
+    if documents is None:
+        return blend.by_separators
     return all(
-        any(span.start <= piece.at and piece.at + piece.tokens <= span.stop for span in documents) for piece in pieces
+        any(span.start <= piece.at and piece.at + piece.tokens <= span.stop for span in documents)
+        for piece in blend.pieces
     )

@@ -1,4 +1,4 @@
-"""Revision: a blend is made again for the question of a later turn, from the engine's own blocks of the earlier blend.
+"""Revision: a blend is made again for another question, from the engine's own blocks of the earlier blend.
 
 A blend recomputes the tokens to which its question attends. The question of the next turn may attend to others, so a
 turn that just continues from the blocks of the blend is answered worse than by a new blend. Backfill computes these
@@ -6,6 +6,8 @@ blocks exactly, but only when the engine is idle. Before that, a later turn cont
 which the tokens that its own question needs are recomputed. That takes less time than a new blend, which computes the
 earlier questions and answers, too. It is also better, because the tokens that the earlier questions needed have been
 recomputed before. The blocks of the earlier blend stay as they are, for requests that share them.
+
+A new prompt that begins with the documents of an earlier blend, in the same order, is served in the same way.
 
 Layers with a window have only their last blocks in the engine's cache, so models with several KV cache groups have no
 revisions.
@@ -29,6 +31,7 @@ class Revision:
     blend: OwnBlend
     hashes: Sequence[bytes]  # of all blocks from the beginning of the prompt on, as the earlier blend has salted them
     block_size: int
+    continues: bool  # The prompt begins with the question of the earlier blend, and not just with its documents.
 
     @property
     def first(self) -> int:
@@ -49,11 +52,14 @@ class Revision:
         return max(self.first, local) // self.block_size
 
     def match(self, found: Match) -> Match:
-        """Return a match in which the tokens of the copied blocks take the place of the documents before their end."""
+        """Return a match in which the tokens of the copied blocks take the place of the documents before their end.
+
+        The end of a document that does not fill a block is computed.
+        """
         later = (
             replace(document, pieces=tuple(trim(document.pieces, self.stop, found.prompt)))
             for document in found.documents
-            if document.span.stop > self.stop
+            if document.span.stop >= self.stop + self.block_size
         )
         own = DocumentMatch(span=Span(self.first, self.stop), pieces=tuple(self._pieces()), learnable=False)
         return replace(found, documents=(own, *later))

@@ -22,7 +22,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from lmc.blend.segments import last_question
+from lmc.blend.segments import Span, last_question
 from lmc.blend.strategies import NEEDS_QUESTION
 from lmc.blend.turn_headers import occurrences
 from lmc.connectors.vllm.messages import BLEND_SHARE, StepPlan, StepReport
@@ -64,6 +64,7 @@ LACKS_BLOCKS = "stored documents were computed, because the engine has too few f
 RECENT = 1000  # requests whose facts are kept
 BEGUN = 16  # maximal number of tokens that a chat template writes after the header of the next answer
 FEW_TOKENS = 128  # If the engine's cache lacks at most this many prompt tokens, lmc does not look for stored chunks.
+SPENT_BEFORE_PREFILL = 0.5  # Revisions for other questions compute at most about this share of what prefill computes.
 STEPS_OF_BLENDS = 2  # The prompts of the blends under way have at most as many tokens as this number of steps.
 MAX_TURN_SECONDS = 20.0  # A prompt waits no longer than this for the blends of earlier requests.
 MAX_LEARN_SECONDS = 600.0  # A request to learn waits no longer than this for the engine's blocks.
@@ -155,7 +156,7 @@ class Scheduler:
             return None
         state.decodes = False  # A request that decoded before was preempted.
         if state.revision is not None and not self._can_revise(state, state.revision, local):
-            self._share_blocks(state, state.revision)
+            self._revise_nothing(state, state.revision)
             return None
         if state.cached and state.revision is None:
             if local > request.num_tokens - self._few:
@@ -762,7 +763,9 @@ class Scheduler:
         if state.revision is None:
             self._balance.blended(offer.tokens - work)
         else:
-            self._balance.followed(work - (state.request.num_prompt_tokens - state.revision.stop))
+            cost = work - (state.request.num_prompt_tokens - state.revision.stop)
+            self._balance.followed(cost)
+            state.revision.blend.spent += max(0.0, cost)
 
     def _repeats_blend(self, state: RequestState) -> bool:
         """Return whether a prompt begins with all documents of an earlier blend in the same order; it counts once."""
@@ -795,34 +798,72 @@ class Scheduler:
         """
         request, policy = state.request, state.policy
         assert policy is not None
+        documents = None if by_separators else [document.span for document in state.documents]
         for blend in self._own_blends.find(
             tenant=state.salt,
             prompt=request.prompt_token_ids,
             hashes=state.exact_hashes,
-            documents=None if by_separators else [document.span for document in state.documents],
+            documents=documents,
             policy=policy,
         ):
             if not state.follows and request.num_prompt_tokens > blend.end + BEGUN:
                 state.follows = True
                 self._backfill.followed()
-            first = self._states.get(blend.request)
-            # The engine caches the blocks of a load when it schedules the request for the first time.
-            if first is not None and not first.scheduled and first is not state:
+            if self._is_under_way(blend, state):
                 return True
             set_salts(request, blend.salts)
             if (cached := self._cached(request)) > max(exact, blend.first):
                 state.origin, state.blended_before = blend.origin, blend.end
                 if self._asks_another_question(state, blend):
-                    hashes = request.block_hashes[: cached // self._block_size]
-                    set_salts(request, (), replacing=blend.salts)
-                    state.revision = Revision(blend=blend, hashes=hashes, block_size=self._block_size)
-                    state.question = max(state.question, cached, self._last_question(state, blend))
+                    self._revise(state, blend, cached, continues=True)
+                    state.question = max(state.question, self._last_question(state, blend))
                 else:
                     state.salts, state.approximate = blend.salts, blend.first
                 return True
             set_salts(request, (), replacing=blend.salts)
+        if self._asks_about_same_documents(state, exact, documents):
+            return True
         state.searched = self._own_blends.changes
         return False
+
+    def _asks_about_same_documents(self, state: RequestState, exact: int, documents: Sequence[Span] | None) -> bool:
+        """Revise an earlier blend for a new prompt that begins with the same documents and asks something else.
+
+        Once revisions have computed a share of the tokens that prefill would, a prompt is computed instead, and further
+        ones find its blocks in the engine's cache. Returns true if the request revises a blend, or must wait for one.
+        """
+        request, policy = state.request, state.policy
+        if self._groups.windows != (0,) or policy is None or not depends_on_question(policy):
+            return False
+        blend = self._own_blends.find_same_documents(hashes=state.exact_hashes, documents=documents, policy=policy)
+        if blend is None or (self._weighs_blends and blend.spent >= SPENT_BEFORE_PREFILL * blend.stop):
+            return False
+        if self._is_under_way(blend, state):
+            return True
+        set_salts(request, blend.salts)
+        if (cached := self._cached(request)) <= max(exact, blend.first):
+            set_salts(request, (), replacing=blend.salts)
+            return False
+        self._revise(state, blend, cached, continues=False)
+        if not state.follows:
+            state.follows = True
+            self._backfill.followed()
+        return True
+
+    def _is_under_way(self, blend: OwnBlend, state: RequestState) -> bool:
+        """Return whether a blend of another request is not in the engine's cache yet.
+
+        The engine caches the blocks of a load when it schedules the request for the first time.
+        """
+        first = self._states.get(blend.request)
+        return first is not None and not first.scheduled and first is not state
+
+    def _revise(self, state: RequestState, blend: OwnBlend, cached: int, *, continues: bool) -> None:
+        """Plan a revision of a blend, whose salts the request's hashes have. The engine has `cached` tokens of it."""
+        hashes = state.request.block_hashes[: cached // self._block_size]
+        set_salts(state.request, (), replacing=blend.salts)
+        state.revision = Revision(blend=blend, hashes=hashes, block_size=self._block_size, continues=continues)
+        state.question = max(state.question, cached)
 
     def _asks_another_question(self, state: RequestState, blend: OwnBlend) -> bool:
         """Return whether a request continues a blend with another question, which the blend is revised for.
@@ -852,11 +893,22 @@ class Scheduler:
         need = self._groups.kept(state.request.num_tokens) - local // self._block_size
         return bool(blocks) and need + unused <= int(self._pool.get_num_free_blocks())
 
-    def _share_blocks(self, state: RequestState, revision: Revision) -> None:
-        """Continue from the blocks of an earlier blend themselves, instead of from copies of them."""
+    def _revise_nothing(self, state: RequestState, revision: Revision) -> None:
+        """Serve a request without the revision that was planned for it.
+
+        A later turn continues from the blocks of the earlier blend themselves. A prompt that only has the same
+        documents is computed.
+        """
         self._claims.release(state)
-        set_salts(state.request, revision.blend.salts)
-        state.salts, state.approximate, state.revision = revision.blend.salts, revision.blend.first, None
+        state.revision = None
+        if revision.continues:
+            set_salts(state.request, revision.blend.salts)
+            state.salts, state.approximate = revision.blend.salts, revision.blend.first
+            return
+        state.searched = self._own_blends.changes
+        if self._repeats_blend(state) and self._weighs_blends:
+            state.refused = REPEATED
+            state.add_note(REPEATED)
 
     def _isolate(self, state: RequestState, plan: Plan) -> None:
         """Salt the hashes of a blended request, and record the blend for requests that continue it."""
@@ -880,6 +932,7 @@ class Scheduler:
             salts=salts,
             origin=state.origin,
             by_separators=state.options is not None and state.options.documents is None,
+            spent=state.revision.blend.spent if state.revision else 0.0,
         )
 
     def _end_of_question(self, state: RequestState) -> int:
