@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from amount import mostly_long
+from amount import cases
 
 triton = pytest.importorskip("triton")
 
@@ -19,6 +19,7 @@ from lmc.blend.kernels import attention_triton, place_triton, shift_triton  # no
 from lmc.blend.kernels.attention_triton import FEWEST, scored, tile  # noqa: E402
 from lmc.blend.kernels.place_triton import CHANGING, padded  # noqa: E402
 from lmc.blend.kernels.shift_triton import corrected, corrected_values  # noqa: E402
+from lmc.blend.kernels.tuning import tuning_for  # noqa: E402
 
 # Every kernel by its name without the first underscore.
 kernels = SimpleNamespace(
@@ -86,6 +87,7 @@ class Case(NamedTuple):
     constants: dict[str, Any]
     dtype: str
     warps: int
+    stages: int
     registers: int  # at most
     products: bool  # of queries and keys, on tensor cores
 
@@ -95,7 +97,7 @@ def compiled(case: Case, capability: int) -> Any:
 
     Strides and sizes are divisible by 16, as those of real models are.
     """
-    kernel, constants, dtype, warps, *_ = case
+    kernel, constants, dtype, warps, stages, *_ = case
     signature, aligned = {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -113,7 +115,8 @@ def compiled(case: Case, capability: int) -> Any:
             aligned[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": True})
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    return triton.compile(source, target=target, options=options)
 
 
 def resources(kernel: Any, folder: Path) -> tuple[dict[str, int], str]:
@@ -161,36 +164,38 @@ OTHERS = (
 )  # fmt: skip
 
 
-def attention_cases(dtype: str, dim: int, group: int, value_dim: int = 0, *, paged: bool) -> Iterator[tuple[str, Case]]:
+def attention_cases(
+    capability: int, dtype: str, dim: int, group: int, value_dim: int = 0, *, paged: bool
+) -> Iterator[tuple[str, Case]]:
     """Attention as it is launched for few and for many rows, with and without hidden tokens, and scores.
 
     Values of another dimension are latent, so that they are keys as well.
     """
     constants = heads(dim) | values(value_dim or dim) | {"GROUP": group, "SIZE": 16, "PAGED": True, "LIMIT": 0}
     constants["LATENT"], dim = value_dim > 0, dim + value_dim
-    plain, itemsize = {"SINKS": False, "sinks": None}, ITEMSIZES[dtype]
+    plain, itemsize, tuning = {"SINKS": False, "sinks": None}, ITEMSIZES[dtype], tuning_for(capability)
     if not paged:
         constants |= {"SIZE": 1, "PAGED": False, "table": None}
     limits = {"": (0, plain), "-window": (1, {"SINKS": True}), "-chunk": (2, plain)}  # as in gpt-oss, and in Llama 4
     for limit, (number, sinks) in limits.items() if paged and not value_dim else [("", limits[""])]:
         tiles = {
-            (tile(tokens, 8, group, dim, itemsize, hides=hides, limited=number > 0), hides)
+            (tile(tuning, tokens, 8, group, dim, itemsize, hides=hides, limited=number > 0), hides)
             for hides in (False, True)
             for tokens in (64, 16384)
         }
-        for (rows, keys, warps), hides in sorted(tiles):
+        for (rows, keys, warps, stages), hides in sorted(tiles):
             shape = {"BM": rows, "BN": keys, "PRESENT": hides, "LIMIT": number}
             all_of_it = constants | sinks | shape | ({} if hides else {"present": None})
             for sums in (True, False) if rows <= 64 and not hides else (hides,):  # Programs of a few rows share keys.
                 more = {"LOG_SUMS": sums} | ({} if sums else {"log_sums": None})
                 name = f"_attend-{rows}-{keys}-{'hides' if hides else 'whole'}-{'sums' if sums else 'alone'}{limit}"
-                yield name, Case(kernels.attend, all_of_it | more, dtype, warps, 255, True)
-    some, keys, warps = scored(dim, itemsize)
+                yield name, Case(kernels.attend, all_of_it | more, dtype, warps, stages, 255, True)
+    some, keys, warps, stages = scored(tuning, dim, itemsize)
     for over_all in (False, True) if (dtype, dim, group, paged) == ("bf16", 128, 4, True) else (False,):
         more = {"BT": some, "BN": keys, "OVER_ALL": over_all, "SHARED": False}
-        yield f"_paid-{over_all}", Case(kernels.paid, constants | more, dtype, warps, 255, True)
+        yield f"_paid-{over_all}", Case(kernels.paid, constants | more, dtype, warps, stages, 255, True)
     more = {"BT": FEWEST, "BN": keys, "OVER_ALL": False, "SHARED": True}
-    yield "_paid-shared", Case(kernels.paid, constants | more, dtype, warps, 255, False)
+    yield "_paid-shared", Case(kernels.paid, constants | more, dtype, warps, stages, 255, False)
 
 
 # Numbers of a head, and query heads for each KV head. transformers has a prompt in one block, vLLM in pages.
@@ -202,31 +207,34 @@ SHAPES = [
     ("bf16", 64, 16, 512),  # MLA, which has no backend for 4 bytes on GPUs
 ]  # fmt: skip
 IN_ONE_BLOCK = [("bf16", 128, 4), ("bf16", 128, 7), ("bf16", 64, 3), ("fp32", 64, 3)]
+CAPABILITIES = 80, 90
 CASES = {
-    f"{kernel.__name__}-{'-'.join(map(str, more.values()))}":
-        Case(kernel, constants | more, "bf16", 8 if kernel is kernels.correct else 4, registers, products)
+    (capability, f"{kernel.__name__}-{'-'.join(map(str, more.values()))}"):
+        Case(kernel, constants | more, "bf16", 8 if kernel is kernels.correct else 4, 3, registers, products)
+    for capability in CAPABILITIES
     for kernel, constants, variants, registers, products in OTHERS
     for more in variants
 } | {
-    f"{name}-{'-'.join(map(str, shape))}{'' if paged else '-in one block'}": case
+    (capability, f"{name}-{'-'.join(map(str, shape))}{'' if paged else '-in one block'}"): case
+    for capability in CAPABILITIES
     for paged, shapes in ((True, SHAPES), (False, IN_ONE_BLOCK))
     for shape in shapes
-    for name, case in attention_cases(*shape, paged=paged)
+    for name, case in attention_cases(capability, *shape, paged=paged)
 }  # fmt: skip
 
 
-def shown(name: str) -> bool:
+def shown(capability: int, name: str) -> bool:
     """Whether a case is compiled for each commit: each kernel once, and attention of one shape in pages."""
     kernel = name.partition("-")[0]
-    first = next(one for one in CASES if one.partition("-")[0] == kernel)
-    return name == first or (kernel in ("_attend", "_paid") and name.endswith("-bf16-128-4"))
+    first = next(one for _, one in CASES if one.partition("-")[0] == kernel)
+    attends = kernel in ("_attend", "_paid") and name.endswith("-bf16-128-4")
+    return capability == CAPABILITIES[0] and (name == first or attends)
 
 
-@pytest.mark.parametrize("capability", mostly_long([80, 90], 80))
-@pytest.mark.parametrize("name", mostly_long(CASES, *filter(shown, CASES)))
+@pytest.mark.parametrize(("capability", "name"), cases(CASES, *(one for one in CASES if shown(*one))))
 def test_it_compiles_without_spills(name: str, capability: int, tmp_path: Path) -> None:
     """Heads of 256 numbers of 4 bytes are an exception: no size of a program has room for three parts of them."""
-    case = CASES[name]
+    case = CASES[capability, name]
     found, code = resources(compiled(case, capability), tmp_path)
     assert found["STACK"] <= spilled(case)
     assert found["REG"] <= case.registers

@@ -24,12 +24,11 @@ import triton.language as tl
 from lmc.blend.canvas import KV, Paged
 from lmc.blend.kernels.attention import OverHeads
 from lmc.blend.kernels.place_triton import CHANGING, FUSED, padded, value_sizes
+from lmc.blend.kernels.tuning import Kind, Tile, Tuning, tuning_of
 from lmc.blend.layer_attention import LayerAttention
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-FILLED = 256  # number of programs that keep a large GPU busy
 FEWEST = 16  # minimum number of rows of a product on tensor cores
-SHARE = 512  # minimum number of keys per program if several programs share the keys
 # Which keys before its own position a query sees. Kernels may only read constants of this type.
 ALL, WINDOW, CHUNK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -268,9 +267,9 @@ def attend_and_score(
     log_sums = torch.empty(query.shape[1::-1], dtype=torch.float32, device=query.device)  # [Q, T]
     out = _attended(query, kv, positions, layer, present, log_sums)
     pages, (tokens, queries, _) = _repeated(Paged.of(kv), query, layer), query.shape
-    heads, count = pages.keys.shape[1], len(present)
-    some, keys, warps = scored(_widest(pages, layer), query.element_size())
-    shared = triton.cdiv(count, keys) < FILLED and tokens > FEWEST
+    heads, count, tuning = pages.keys.shape[1], len(present), tuning_of(query.device)
+    some, keys, warps, stages = scored(tuning, _widest(pages, layer), query.element_size())
+    shared = triton.cdiv(count, keys) < tuning.many and tokens > FEWEST
     some = FEWEST if shared else some
     make = torch.zeros if shared else torch.empty
     paid = make(count, dtype=torch.float32, device=query.device)
@@ -279,7 +278,7 @@ def attend_and_score(
         tokens, count, layer.scale * LOG2_E.value, layer.reach,
         *query.stride()[:2], *pages.keys.stride()[:3], *pages.values.stride()[:3],
         HEADS=heads, GROUP=queries // heads, BT=some, BN=keys, OVER_ALL=over_heads == "max", SHARED=shared,
-        num_warps=warps, **_sizes(pages, layer), **FUSED,
+        num_warps=warps, num_stages=stages, **_sizes(pages, layer), **FUSED,
     )  # fmt: skip
     return out, paid
 
@@ -298,13 +297,15 @@ def _attended(
     if not tokens:
         return out
     hides = present is not None
-    widest, limited = _widest(pages, layer), not layer.sees_all
-    rows, keys, warps = tile(tokens, heads, group, widest, query.element_size(), hides=hides, limited=limited)
+    widest, limited, tuning = _widest(pages, layer), not layer.sees_all, tuning_of(query.device)
+    rows, keys, warps, stages = tile(
+        tuning, tokens, heads, group, widest, query.element_size(), hides=hides, limited=limited
+    )
     tiles = triton.cdiv(tokens, rows // group)
     length = (
         len(present) if present is not None else pages.keys.shape[2] * (1 if pages.table is None else len(pages.table))
     )
-    count = shares(tiles * heads, length)
+    count = tuning.shares(tiles * heads, length, keys)
     parts, sums = out, log_sums
     if count > 1:
         parts, sums = (
@@ -316,7 +317,8 @@ def _attended(
         tokens, layer.scale * LOG2_E.value, layer.reach,
         *query.stride()[:2], *pages.keys.stride()[:3], *pages.values.stride()[:3],
         HEADS=heads, GROUP=group, BM=rows, BN=keys, PRESENT=hides,
-        SINKS=layer.sinks is not None, LOG_SUMS=sums is not None, num_warps=warps, **_sizes(pages, layer), **FUSED,
+        SINKS=layer.sinks is not None, LOG_SUMS=sums is not None,
+        num_warps=warps, num_stages=stages, **_sizes(pages, layer), **FUSED,
     )  # fmt: skip
     if count > 1:
         _join[(triton.cdiv(tokens, FEWEST), queries)](
@@ -362,40 +364,47 @@ def _by_rows(query: torch.Tensor) -> torch.Tensor:
     return query if query.stride(-1) == 1 else query.contiguous()
 
 
-def shares(programs: int, keys: int) -> int:
-    """Return the number of programs that share the keys of the same rows."""
-    return max(1, min(FILLED // programs, keys // SHARE))
-
-
 def tile(
-    tokens: int, heads: int, group: int, dim: int, itemsize: int, *, hides: bool, limited: bool = False
-) -> tuple[int, int, int]:
-    """Return a program's rows (queries of one KV head), its keys per step, and its warps.
+    tuning: Tuning,
+    tokens: int,
+    heads: int,
+    group: int,
+    dim: int,
+    itemsize: int,
+    *,
+    hides: bool,
+    limited: bool = False,
+) -> Tile:
+    """Return the size of a program of `_attend`, whose rows are queries of one KV head.
 
     Keys are hidden if the kernel `hides` absent ones, and `limited` by a window or a chunk. None of these tiles needs
     more registers or shared memory than a GPU has (`tests/test_kernels_compile.py`). Elements of 4 bytes need three
     products on tensor cores, each with its own operands.
     """
-    wide = padded(dim)
-    if wide > 256:  # In MLA (64 + 512), keys are shorter than values, and take fewer registers than in Gemma 4 (512).
-        found = (32 if hides else 64 if dim > 512 else 16 if limited else 32), 16, 8
+    wide, many = padded(dim), tuning.tiles["many rows"].rows
+    kind: Kind
+    if wide > 512:  # In MLA (64 + 512), keys are shorter than values, and take fewer registers than in Gemma 4 (512).
+        kind = "latent, hidden tokens" if hides else "latent"
+    elif wide > 256:
+        kind = "heads of 512, window" if limited and not hides else "heads of 512"
     elif itemsize > 2:
-        found = (32, 16, 4) if wide <= 64 else (16, 16, 8)
+        kind = "float32, heads of 64" if wide <= 64 else "float32"
     elif wide > 128:
-        found = 64, 32, 8
-    elif not limited and triton.cdiv(tokens * group, 128) * heads >= FILLED:
-        found = 128, 64, 8
+        kind = "heads of 256"
+    elif not limited and triton.cdiv(tokens * group, many) * heads >= tuning.many:
+        kind = "many rows"
     else:
-        found = 64, 32 if hides else 64, 4
-    return max(found[0], triton.next_power_of_2(group)), *found[1:]
+        kind = "few rows, hidden tokens" if hides else "few rows"
+    found = tuning.tiles[kind]
+    return found._replace(rows=max(found.rows, triton.next_power_of_2(group)))
 
 
-def scored(dim: int, itemsize: int) -> tuple[int, int, int]:
-    """Return the tokens and the keys per step of a program of `_paid`, and its warps."""
+def scored(tuning: Tuning, dim: int, itemsize: int) -> Tile:
+    """Return the size of a program of `_paid`, whose rows are tokens."""
     wide = padded(dim)
     if itemsize > 2 or wide > 256:
-        return 16, 32, 8
-    return 64, 64 if wide <= 128 else 16, 4
+        return tuning.tiles["scores, float32 or wider heads"]
+    return tuning.tiles["scores" if wide <= 128 else "scores, heads of 256"]
 
 
 def _size(pages: Paged) -> int:

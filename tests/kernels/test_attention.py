@@ -10,6 +10,7 @@ from pages import LAYOUTS, TOLERANCE, as_dense, latent_pages, pages_of
 from lmc.blend.canvas import Paged
 from lmc.blend.kernels import attention, attention_triton
 from lmc.blend.kernels.attention_triton import tile
+from lmc.blend.kernels.tuning import HOPPER
 from lmc.blend.layer_attention import LayerAttention
 
 SHAPES = [  # KV heads, query heads of each, head dim, tokens of a block
@@ -33,7 +34,7 @@ def problem(shape: tuple[int, ...], dtype: torch.dtype, layout: str, count: int 
 
 def shared(monkeypatch, share: int = 16) -> None:
     """Let several programs share the keys also of contexts as short as those of the tests."""
-    monkeypatch.setattr(attention_triton, "SHARE", share)
+    monkeypatch.setattr(attention_triton, "tuning_of", lambda device: HOPPER._replace(fewest_keys=share))
 
 
 def agree(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -166,7 +167,7 @@ def test_programs_that_share_keys_and_tokens_find_the_same(monkeypatch, count, d
     wanted = attention.attend_and_score(query, pages, positions, layer, present, over_heads)
     alone = attention_triton.attend_and_score(query, pages, positions, layer, present, over_heads)
     shared(monkeypatch)
-    assert attention_triton.shares(1, 150) == 9
+    assert HOPPER._replace(fewest_keys=16).shares(1, 150, 64) == 9
     together = attention_triton.attend_and_score(query, pages, positions, layer, present, over_heads)
     for found in (alone, together):
         for one, other in zip(found, wanted, strict=True):
@@ -176,10 +177,12 @@ def test_programs_that_share_keys_and_tokens_find_the_same(monkeypatch, count, d
 
 
 def test_keys_are_shared_where_rows_are_few_and_keys_many():
-    assert attention_triton.shares(8, 16384) == 32
-    assert attention_triton.shares(32, 16384) == 8
-    assert attention_triton.shares(200, 16384) == 1
-    assert attention_triton.shares(8, 1000) == 1
+    assert HOPPER.shares(8, 16384, 64) == 32, "512 keys for each program at least"
+    assert HOPPER.shares(32, 16384, 64) == 17, "528 programs"
+    assert HOPPER.shares(152, 16384, 64) == 4, "64 steps of 64 keys at most"
+    assert HOPPER.shares(400, 32768, 64) == 8
+    assert HOPPER.shares(528, 32768, 64) == 1
+    assert HOPPER.shares(8, 1000, 64) == 1
 
 
 def test_queries_may_be_a_part_of_a_larger_tensor():
@@ -219,9 +222,9 @@ def test_large_logits_in_half_precision_do_not_overflow():
 
 
 def test_a_program_is_smaller_where_there_are_few():
-    assert tile(300, 8, 4, 128, 2, hides=False) == (64, 64, 4)
-    assert tile(300, 8, 4, 128, 2, hides=True) == (64, 32, 4)
-    assert tile(6000, 8, 4, 128, 2, hides=True) == (128, 64, 8)
+    assert tile(HOPPER, 300, 8, 4, 128, 2, hides=False) == (64, 64, 4, 3)
+    assert tile(HOPPER, 300, 8, 4, 128, 2, hides=True) == (64, 32, 4, 3)
+    assert tile(HOPPER, 6000, 8, 4, 128, 2, hides=True) == (128, 64, 8, 4)
 
 
 LARGE = [(group, dim, dtype) for group, dim in ((4, 256), (32, 128), (71, 64)) for dtype in TOLERANCE]

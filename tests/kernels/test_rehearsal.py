@@ -8,6 +8,7 @@ from watching import KERNELS, watch_kernels
 
 from lmc.blend import selftest
 from lmc.blend.kernels import attention_triton
+from lmc.blend.kernels.tuning import HOPPER
 from lmc.blend.segments import Placement
 from lmc.blend.selftest import DOCUMENT_TOKENS, PROMPT_TOKENS, QUESTION_SIZE, rehearse
 from lmc.connectors.transformers.canvas import DenseCanvas
@@ -19,7 +20,7 @@ def test_a_rehearsal_runs_every_kernel(monkeypatch, layers):
     """Also those of rows that share their keys, and of scores whose tokens are shared; contexts are short here."""
     monkeypatch.setattr(selftest, "LONG", 96)
     monkeypatch.setattr(selftest, "LONGEST", 120)
-    monkeypatch.setattr(attention_triton, "SHARE", 16)
+    monkeypatch.setattr(attention_triton, "tuning_of", lambda device: HOPPER._replace(fewest_keys=16))
     watch, model = watch_kernels(monkeypatch), DecoderLayers(random_model(layers=layers))
     document = Placement(at=PROMPT_TOKENS - DOCUMENT_TOKENS, tokens=DOCUMENT_TOKENS - QUESTION_SIZE, first=0)
     part = torch.randn(2, document.tokens, model.shape.kv_heads, model.shape.head_dim)

@@ -1,0 +1,98 @@
+"""How attention and scores are cut into programs, for each GPU architecture.
+
+No GPU has measured these numbers yet. They are estimates from the compiled code (docs/gpu.md). `bench/gpu/sweep.py`
+measures others, and prints the fastest ones in the form of this table.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Literal, NamedTuple
+
+import torch
+
+Kind = Literal[
+    "many rows",
+    "few rows",
+    "few rows, hidden tokens",
+    "heads of 256",
+    "heads of 512",
+    "heads of 512, window",
+    "latent",
+    "latent, hidden tokens",
+    "float32, heads of 64",
+    "float32",
+    "scores",
+    "scores, heads of 256",
+    "scores, float32 or wider heads",
+]
+
+
+class Tile(NamedTuple):
+    """The size of a program."""
+
+    rows: int  # queries of one KV head; for scores, tokens
+    keys: int  # per step
+    warps: int
+    stages: int = 3  # of the software pipeline; the block table takes one of them
+
+
+class Tuning(NamedTuple):
+    """How the kernels are cut into programs on one architecture."""
+
+    programs: int  # minimal number of programs that keep a GPU busy until the last one ends
+    steps: int  # maximal number of steps of a program, if programs share keys
+    fewest_keys: int  # minimal number of keys per program, if programs share keys
+    many: int  # number of programs of "many rows" from which on they are used
+    tiles: Mapping[Kind, Tile]
+
+    def shares(self, programs: int, keys: int, step: int) -> int:
+        """Return how many programs share the `keys` of the same rows, of which a step reads `step`.
+
+        Rows of a blend lie anywhere in a prompt, so programs take very different times. Without enough of them, the
+        longest one would run alone at the end.
+        """
+        if programs >= self.programs:
+            return 1
+        wanted = max(-(-self.programs // programs), -(-keys // (self.steps * step)))
+        return max(1, min(wanted, keys // self.fewest_keys))
+
+
+AMPERE = Tuning(
+    programs=4 * 108,
+    steps=64,
+    fewest_keys=512,
+    many=256,
+    tiles={
+        "many rows": Tile(128, 64, 8),
+        "few rows": Tile(64, 64, 4),
+        "few rows, hidden tokens": Tile(64, 32, 4),
+        "heads of 256": Tile(64, 32, 8),
+        "heads of 512": Tile(32, 16, 8),
+        "heads of 512, window": Tile(16, 16, 8),
+        "latent": Tile(64, 16, 8),
+        "latent, hidden tokens": Tile(32, 16, 8),
+        "float32, heads of 64": Tile(32, 16, 4),
+        "float32": Tile(16, 16, 8),
+        "scores": Tile(64, 64, 4),
+        "scores, heads of 256": Tile(64, 16, 4),
+        "scores, float32 or wider heads": Tile(16, 32, 8),
+    },
+)
+# One program of "many rows" fits into a multiprocessor, which has room for a third buffer of keys and values.
+HOPPER = AMPERE._replace(programs=4 * 132, tiles={**AMPERE.tiles, "many rows": Tile(128, 64, 8, stages=4)})
+
+
+@cache
+def tuning_for(capability: int) -> Tuning:
+    """Return the numbers for a compute capability (90 for 9.0). Those of 8.6, 8.9 and 12.0 have as little shared memory
+    as Ampere."""
+    return HOPPER if 90 <= capability < 120 else AMPERE
+
+
+@cache
+def tuning_of(device: torch.device) -> Tuning:
+    """Return the numbers for a device; those of Hopper where there is no GPU, as in Triton's interpreter."""
+    if device.type != "cuda":
+        return HOPPER
+    major, minor = torch.cuda.get_device_capability(device)
+    return tuning_for(10 * major + minor)
