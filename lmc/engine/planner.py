@@ -38,6 +38,7 @@ class Match:
     local: int = 0  # leading tokens whose KV is in the engine's own cache
     exact_stop: int  # end of exact reuse: a position
     min_tokens: int = 0  # minimum number of stored document tokens for a blend
+    fewest: int = 0  # minimum number of stored tokens for a load without a blend
     ratio: float = 0.0  # share of the reused tokens that a blend recomputes
     whole_prompt: bool = True  # A blend computes the prompt to its end: the question selects the recomputed tokens.
     # Number of question tokens that both passes of a blend compute. None: the blend is not compared with prefill.
@@ -111,6 +112,8 @@ def make_plan(match: Match) -> Plan:
     explained = not match.refused and _too_few(documents, match) and not _too_few(pieces, match)
     if refused or all(piece.exact for piece in documents):
         documents = []
+    if not documents and reach - match.local < match.fewest:
+        exact, reach = [], match.local
     stop = (match.prompt if match.whole_prompt else _stop(documents)) if documents else reach
     stored = replace(match, memory_only=False).usable
     unknown = tuple(one.span for one in match.documents if one.learnable and not all(map(stored, one.pieces)))

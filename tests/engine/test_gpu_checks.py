@@ -19,6 +19,13 @@ BLENDS = [
     "document tokens reused by blends at ratio 1 by union",
     "the control, blind reuse, differs",
 ]
+START = [
+    "start: seconds until an engine with lmc has started",
+    "start: the self-test passed",
+    *(f"start: {what}" for what in ("exact hits differ by", "tokens of exact hits that are others")),
+    "start: tokens loaded for exact hits",
+    *(f"start: {what}" for what in BLENDS),
+]
 ANSWERS = [
     "the self-test passed, and this is the backend",
     "the kernels are those in Triton",
@@ -66,30 +73,46 @@ TIMES = [
     "TTFT of 288 tokens: exact hit",
     "KV loaded by an exact hit of 288 tokens",
     "that, of one large page-locked copy",
-    *(
-        f"steps of {step}: {line}"
-        for step in (512, 64)
-        for line in (
-            "worst gap between tokens beside a prefill of vLLM alone, 192 tokens",
-            "worst gap between tokens beside a prefill, 192 tokens",
-            "worst gap between tokens beside a blend, 192 tokens",
-            "the gap beside a blend",
-            "the gap beside a blend, of vLLM without lmc",
-            "the gap beside a prefill, of vLLM without lmc",
-        )
-    ),
+]
+GAPS = [
+    f"steps of {step}: {line}"
+    for step in (512, 64)
+    for line in (
+        "worst gap between tokens beside a prefill of vLLM alone, 192 tokens",
+        "worst gap between tokens beside a prefill, 192 tokens",
+        "worst gap between tokens beside a blend, 192 tokens",
+        "the gap beside a blend",
+        "the gap beside a blend, of vLLM without lmc",
+        "the gap beside a prefill, of vLLM without lmc",
+    )
 ]
 
 
 def test_the_checks_for_vllm_on_a_gpu_run() -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("LMC_", "VLLM_"))}
-    command = [sys.executable, "gpu_accept.py", "--smoke", "--tier", "B"]
+    command = [sys.executable, "-m", "gpu.accept", "--smoke", "--tier", "B"]
     done = subprocess.run(command, cwd=BENCH, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout[-5000:]}\n{done.stderr[-3000:]}"
     found = json.loads(done.stdout.splitlines()[-1])
-    assert (found["parts"], found["short"]) == ([BACKEND, "compiled", "times", "small_steps"], [])
+    assert (found["parts"], found["short"]) == (["start", BACKEND, "compiled", "times", "gaps", "small_steps"], [])
     answers = [
+        *START,
         *(f"{BACKEND}: {what}" for what in ANSWERS),
         *(f"{BACKEND}, steps of 512: {what}" for what in LARGE_STEPS),
     ]
-    assert [line["what"] for line in found["lines"]] == [*answers, *TIMES]
+    assert [line["what"] for line in found["lines"]] == [*answers, *TIMES, *GAPS]
+
+
+def test_traces_are_made_inside_vllm(tmp_path: Path) -> None:
+    """Each function that is watched exists, and is called."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("LMC_", "VLLM_"))}
+    command = [sys.executable, "-m", "gpu.traces", "vllm", "--smoke", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=BENCH, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout[-5000:]}\n{done.stderr[-3000:]}"
+    found = json.loads((tmp_path / "traces_vllm.json").read_text())
+    parts = {"place a layer", "a layer", "rows of a pass", "write keys and values", "worker: a step"}
+    assert parts <= found["clocked blend"]["parts"].keys()
+    assert {f"lmc: {part}" for part in parts} <= found["traced blend"]["parts"].keys()
+    assert {path.name for path in tmp_path.glob("*.gz")} == {
+        f"vLLM_{name}.json.gz" for name in ("blend", "exact_hit", "full_prefill")
+    }

@@ -17,7 +17,13 @@ from lmc.keys import ChunkKey
 from lmc.storage.contract import PinState
 from lmc.storage.memory.slab import LOST
 
+FEW_TOKENS = 128  # Fewer tokens than this are computed as fast as they are loaded: both takes a step of the engine.
 DEADLINES = 10  # A load may take this many deadlines if a part arrives within each of them.
+
+
+def fewest_tokens(setup: Setup) -> int:
+    """Return how many tokens are worth a load."""
+    return max(1, min(setup.settings.blend_min_tokens, FEW_TOKENS))
 
 
 class Claims:
@@ -25,6 +31,7 @@ class Claims:
 
     def __init__(self, setup: Setup) -> None:
         self._setup, self._engine, self._settings = setup, setup.engine, setup.settings
+        self._fewest = fewest_tokens(setup)
 
     def look(self, state: RequestState, local: int = 0) -> Match:
         """Find the stored chunks of a request. Tiers that processes share are searched only the first time."""
@@ -52,6 +59,7 @@ class Claims:
             local=local,
             exact_stop=state.request.num_tokens,
             min_tokens=self._settings.blend_min_tokens if state.role is Role.BLEND else 0,
+            fewest=self._fewest,
             ratio=policy.share(sum(self._setup.stages)) if policy else 0.0,
             whole_prompt=asks,
             question_rows=question_rows if state.role is Role.BLEND else None,

@@ -28,7 +28,7 @@ from lmc.blend.turn_headers import occurrences
 from lmc.connectors.vllm.messages import BLEND_SHARE, StepPlan, StepReport
 from lmc.connectors.vllm.scheduler.backfill import Backfill
 from lmc.connectors.vllm.scheduler.balance import Balance
-from lmc.connectors.vllm.scheduler.claims import Claims
+from lmc.connectors.vllm.scheduler.claims import Claims, fewest_tokens
 from lmc.connectors.vllm.scheduler.idle import REST_SECONDS
 from lmc.connectors.vllm.scheduler.isolation import OwnBlend, OwnBlends, salt_of, set_salts
 from lmc.connectors.vllm.scheduler.jobs import end_of_pages, is_blend, job_of, own_pieces, sources_of
@@ -63,7 +63,6 @@ UNPROFITABLE = (
 LACKS_BLOCKS = "stored documents were computed, because the engine has too few free blocks for a blend"
 RECENT = 1000  # requests whose facts are kept
 BEGUN = 16  # maximal number of tokens that a chat template writes after the header of the next answer
-FEW_TOKENS = 128  # If the engine's cache lacks at most this many prompt tokens, lmc does not look for stored chunks.
 SPENT_BEFORE_PREFILL = 0.5  # Revisions for other questions compute at most about this share of what prefill computes.
 STEPS_OF_BLENDS = 2  # The prompts of the blends under way have at most as many tokens as this number of steps.
 MAX_TURN_SECONDS = 20.0  # A prompt waits no longer than this for the blends of earlier requests.
@@ -96,6 +95,8 @@ class Scheduler:
         self._states: dict[str, RequestState] = {}
         self._blending: dict[str, RequestState] = {}  # requests that workers blend now, with all chunks in memory
         self._blended_tokens: dict[str, int] = {}  # of the prompts of all blends under way, by request
+        # Requests with exact loads, by the hash of their first loaded block, until the engine computes them.
+        self._exact_loads: dict[bytes, RequestState] = {}
         self._waiting_blocks = 0  # blocks for prompts that wait, in this step, for blends of earlier requests
         self.recent: OrderedDict[str, Mapping[str, Any]] = OrderedDict()  # facts of requests that have ended
         self._next = StepPlan()  # the plan of the next step, as far as it is known
@@ -111,7 +112,7 @@ class Scheduler:
         self._balance = Balance()
         self._adapters: dict[tuple[int, str], bytes] = {}
         self._process = os.urandom(32)
-        self._few = max(1, min(setup.settings.blend_min_tokens, FEW_TOKENS))
+        self._few = fewest_tokens(setup)  # If the engine lacks no more, lmc does not look for stored chunks.
         self._weighs_blends = setup.settings.load_policy != LoadPolicy.ALWAYS.value and setup.caches_prefixes
 
     # -- requests come and go ----------------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ class Scheduler:
             if state.revision is not None and not own_pieces(plan):  # Computing exactly is expected to be faster.
                 state.shared_with_blend, state.revision = state.revision.stop, None
             state.is_blend = is_blend(plan)
-            if self._waits_for_blends(state, local):
+            if self._waits_for_blends(state, local) or self._waits_for_same_load(state, plan):
                 return None
             tokens = request.num_tokens - plan.stop
             state.is_long = tokens * BLEND_SHARE >= self._setup.batch_tokens and not request.num_preemptions
@@ -252,6 +253,25 @@ class Scheduler:
         self._claims.release(state)
         return True
 
+    def _waits_for_same_load(self, state: RequestState, plan: Plan) -> bool:
+        """Return whether a request waits because another one loads everything that it would load.
+
+        Requests that arrive at once with the same prompt, such as samples of it, share blocks in vLLM alone: one of
+        them computes the prompt. If each had its own load, each would also compute what follows it. A request that
+        waits finds the other's blocks in the engine's cache. It holds no chunks.
+        """
+        block, last = plan.match.local // self._block_size, plan.stop // self._block_size - 1
+        hashes = state.request.block_hashes
+        if plan.approximate or not block <= last < len(hashes) or not self._setup.caches_prefixes:
+            return False
+        other = self._exact_loads.get(hashes[block])
+        if other is None or other is state or other.request.block_hashes[last : last + 1] != hashes[last : last + 1]:
+            return False
+        if not self._has_time_to_wait(state):
+            return False
+        self._claims.release(state)
+        return True
+
     def _comes_before(self, request: Any, other: Any) -> bool:
         """Return whether the engine serves a request before another one that waits as well."""
         if self._setup.by_priority and request.priority != other.priority:
@@ -305,6 +325,8 @@ class Scheduler:
             self._blended_tokens[state.id] = request.num_prompt_tokens - local
             if ready:
                 self._blending[state.id] = state
+        else:
+            self._begin_exact_load(state, local)
         self._next.loads.append(job_of(state, plan, tables, self._block_size, ready=ready))
         state.revision = None
         if state.role is not Role.LEARN:
@@ -415,6 +437,7 @@ class Scheduler:
 
     def _note_step(self, state: RequestState) -> None:
         """Record that the engine computes prompt tokens of a request."""
+        self._end_exact_load(state)
         if not state.scheduled and not state.request.num_preemptions:  # vLLM alone would have these tokens.
             self._balance.followed(max(0, state.shared_with_blend - state.request.num_computed_tokens))
         state.scheduled = True
@@ -455,6 +478,7 @@ class Scheduler:
             state.revision = None
             self._own_blends.forget(request, state.salt)
             self._claims.release(state)
+            self._end_exact_load(state)
 
     def fail_load(self, request: str, tables: Sequence[Sequence[int]]) -> None:
         """Report to the engine that the load of a request has failed; `tables` are its block tables."""
@@ -949,6 +973,19 @@ class Scheduler:
                 return at + min(map(len, match))
         return len(prompt)
 
+    def _begin_exact_load(self, state: RequestState, local: int) -> None:
+        """Let requests that would load the same wait for this load, which begins after `local` tokens."""
+        for block in state.request.block_hashes[local // self._block_size :][:1]:
+            self._exact_loads[block] = state
+            state.loads_from = block
+
+    def _end_exact_load(self, state: RequestState) -> None:
+        """Let no request wait for the load of another one any more."""
+        if state.loads_from is not None and self._exact_loads.get(state.loads_from) is state:
+            del self._exact_loads[state.loads_from]
+        state.loads_from = None
+
     def _forget(self, state: RequestState) -> None:
         self._claims.release(state)
+        self._end_exact_load(state)
         del self._states[state.id]

@@ -1,4 +1,4 @@
-"""Lines with a number and its expected value, for all parts of `gpu_accept.py`."""
+"""Lines with a number and its expected value, for all parts of `accept.py`."""
 
 import json
 import statistics
@@ -43,11 +43,20 @@ class Report:
     @contextmanager
     def measuring(self, part: str) -> Iterator[None]:
         """A part, whose lines take the place of earlier ones. The result is kept as far as it is known."""
-        self._part, self.lines = part, [line for line in self.lines if line["part"] != part]
+        self._part = part
+        self.drop_part()
         started = time.monotonic()
         with self.part(part):
             yield
         print(f"-- {part}: {time.monotonic() - started:.0f} s\n", flush=True)
+        self.save()
+
+    def drop_part(self) -> None:
+        """Drop the lines of the part that is being measured."""
+        self.lines = [line for line in self.lines if line["part"] != self._part]
+
+    def save(self) -> None:
+        """Write the lines that are known to the result that is kept."""
         if self.kept:
             keep(self.result(), self.kept)
 

@@ -1,13 +1,14 @@
 """Compares lmc on this GPU with the expected results, in two tiers of several parts.
 
 A    without vLLM: copies, kernels, scattered, models (the transformers connector), answers
-B    inside vLLM, if that is installed: FLASH_ATTN and TRITON_ATTN (answers, aborts and preemptions with one of vLLM's
-     attention backends), compiled, times, small_steps (`gpu_accept_vllm.py`)
+B    inside vLLM, if that is installed (`vllm_answers.py`): start, FLASH_ATTN and TRITON_ATTN (answers, aborts and
+     preemptions with one of vLLM's attention backends), compiled, times, gaps, small_steps
 
-    python bench/gpu_accept.py [--tier A|B] [--part PART …] [--keep]  # `make gpu`; exit status 1 if a line falls short
-    TRITON_INTERPRET=1 python bench/gpu_accept.py --smoke             # tiny sizes on a CPU: do the checks run?
+    make gpu [TIER=A|B] [PART="copies kernels"]            # exit status 1 if a line falls short
+    cd bench && python -m gpu.accept [--tier A|B] [--part PART …] [--keep] [--eager]
+    cd bench && TRITON_INTERPRET=1 python -m gpu.accept --smoke     # tiny sizes on a CPU: do the checks run?
 
-Each part takes some minutes at most. `--keep` writes the lines after each part, and keeps those of other parts that
+Each part takes five minutes at most. `--keep` writes the lines after each part, and keeps those of other parts that
 were measured on such a GPU before, so that the parts can run one by one.
 
 Tier A needs torch, triton, transformers 5, and lmc's own dependencies; see docs/gpu.md. Bandwidths are against a copy
@@ -32,11 +33,11 @@ from unittest.mock import patch
 
 import torch
 from common import parser, prompt_of
-from gpu_accept_vllm import inside_vllm, parts_inside_vllm
-from gpu_kernels import SMOKE, Sizes, kernels, scattered
-from report import Report
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gpu.kernels import SMOKE, Sizes, kernels, scattered
+from gpu.report import Report
+from gpu.vllm_answers import inside_vllm, parts_inside_vllm
 from lmc.blend.blender import Blender
 from lmc.blend.markers import Markers
 from lmc.blend.selftest import difference
@@ -86,6 +87,7 @@ def main() -> None:
     arguments.add_argument("--smoke", action="store_true")
     arguments.add_argument("--tier", choices=("A", "B"), help="only this one; by default both, if vLLM is installed")
     arguments.add_argument("--part", action="append", default=[], help="only this one; may be given several times")
+    arguments.add_argument("--eager", action="store_true", help="vLLM compiles nothing, if compiling fails there")
     arguments.add_argument("--layers", type=int, default=Sizes().layers, help="of tier A's model with the shape of 8B")
     options = arguments.parse_args()
     if not (options.smoke or torch.cuda.is_available()):
@@ -94,7 +96,7 @@ def main() -> None:
     name = "CPU" if options.smoke else torch.cuda.get_device_name()
     device = torch.device("cpu" if options.smoke else "cuda")
     report = Report(device, options.smoke, name, "gpu_accept" if options.keep else "")
-    tiers = {"A": WITHOUT_VLLM, "B": parts_inside_vllm(report)}
+    tiers = {"A": WITHOUT_VLLM, "B": parts_inside_vllm(report, eager=options.eager)}
     known = [name for parts in tiers.values() for name in parts]
     if unknown := sorted({*options.part} - {*known}):
         arguments.error(f"no part {', '.join(unknown)}: use {', '.join(known)}")

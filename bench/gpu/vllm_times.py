@@ -1,4 +1,4 @@
-"""The times in tier B of `gpu_accept.py`, with the shape of an 8B Llama: throughput without hits, TTFT, loads, and gaps
+"""The times in tier B of `accept.py`, with the shape of an 8B Llama: throughput without hits, TTFT, loads, and gaps
 between the tokens of a running request.
 """
 
@@ -9,7 +9,8 @@ from typing import Any
 
 from engine import prompt_of, words
 from engine_probe import Probe
-from report import Report
+
+from gpu.report import Report
 
 
 @dataclass
@@ -39,6 +40,7 @@ class Times:
     small_batch: int = 2048  # the same, where gaps are measured once more
     memory: float = 16.0  # GB of host memory for lmc
     repeats: int = 5
+    largest_graph: int = 64  # tokens; 0 for what vLLM chooses
 
 
 TINY = Times(
@@ -56,30 +58,28 @@ TINY = Times(
 
 
 def measure_times(report: Report, sizes: Times, folder: str) -> None:
-    """Measure with one engine after another."""
+    """Measure whole requests: lmc first, then vLLM without it twice, as one engine may be a little faster than another.
+
+    The lines are known after two engines; the third one corrects them.
+    """
     model = shaped(folder, sizes)
-    found: dict[str, Measured] = {}
-    gaps: dict[str, dict[str, float]] = {}
-    in_steps = f"gaps between tokens in steps of {sizes.batch}"
-    with report.part("times of whole requests"):
-        for name in ("vLLM", "lmc", "vLLM again"):  # One engine may be a little faster than the next of its kind.
-            ours = name == "lmc"
-            with Probe(model, lmc=settings(sizes) if ours else None, **options(sizes, sizes.batch)) as engine:
-                found[name] = Measured(engine, sizes, ours=ours)
-                with report.part(f"{in_steps}, {name}"):
-                    gaps[name] = Gaps(engine, sizes).with_lmc() if ours else Gaps(engine, sizes).alone()
-        compare(report, sizes, found["lmc"], [found["vLLM"], found["vLLM again"]])
-    with report.part(in_steps):
-        compare_gaps(report, sizes, sizes.batch, gaps["lmc"], [gaps["vLLM"], gaps["vLLM again"]])
+    with Probe(model, lmc=settings(sizes), **options(sizes, sizes.batch)) as engine:
+        ours, theirs = Measured(engine, sizes, ours=True), list[Measured]()
+    for _ in range(2):
+        with Probe(model, lmc=None, **options(sizes, sizes.batch)) as engine:
+            theirs.append(Measured(engine, sizes, ours=False))
+        report.drop_part()
+        compare(report, sizes, ours, theirs)
+        report.save()
 
 
-def measure_small_steps(report: Report, sizes: Times, folder: str) -> None:
-    """Measure gaps between tokens in small steps, with one engine of each kind."""
+def measure_gaps(report: Report, sizes: Times, folder: str, batch: int) -> None:
+    """Measure gaps between tokens in steps of `batch` tokens, with one engine of each kind."""
     model = shaped(folder, sizes)
-    with Probe(model, lmc=None, **options(sizes, sizes.small_batch)) as engine:
+    with Probe(model, lmc=None, **options(sizes, batch)) as engine:
         alone = Gaps(engine, sizes).alone()
-    with Probe(model, lmc=settings(sizes), **options(sizes, sizes.small_batch)) as engine:
-        compare_gaps(report, sizes, sizes.small_batch, Gaps(engine, sizes).with_lmc(), [alone])
+    with Probe(model, lmc=settings(sizes), **options(sizes, batch)) as engine:
+        compare_gaps(report, sizes, batch, Gaps(engine, sizes).with_lmc(), alone)
 
 
 def shaped(folder: str, sizes: Times) -> str:
@@ -101,6 +101,7 @@ def shaped(folder: str, sizes: Times) -> str:
 def options(sizes: Times, batch: int) -> dict[str, Any]:
     """Return the options of an engine that computes `batch` tokens at a time."""
     return {
+        **graphs(sizes.largest_graph if sizes.compiled else 0),
         "load_format": "dummy",
         "dtype": sizes.shape_dtype,
         "block_size": sizes.page,
@@ -109,6 +110,14 @@ def options(sizes: Times, batch: int) -> dict[str, Any]:
         "max_num_seqs": min(256, batch),
         "max_model_len": max(sizes.counts) * sizes.document + 1024,
     }
+
+
+def graphs(largest: int) -> dict[str, Any]:
+    """Return the option to capture no CUDA graphs of more than `largest` tokens, so that an engine starts sooner."""
+    if not largest:
+        return {}
+    sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if size <= largest]
+    return {"compilation_config": {"cudagraph_capture_sizes": sizes}}
 
 
 def settings(sizes: Times) -> dict[str, Any]:
@@ -190,11 +199,12 @@ def learn(engine: Probe, documents: list[list[int]]) -> None:
 
 
 def compare(report: Report, sizes: Times, ours: Measured, theirs: list[Measured]) -> None:
-    """Run an engine with lmc and two without it."""
+    """Compare an engine with lmc and engines without it."""
     report.line("the self-test of the large shape passed", float(not ours.refused), "", least=1)
     plain = statistics.mean(one.tokens_per_second for one in theirs)
-    starts = theirs[0].tokens_per_second / theirs[1].tokens_per_second
-    report.line("tokens per second of vLLM, of its second start", starts, "of vLLM")
+    if len(theirs) > 1:
+        starts = theirs[0].tokens_per_second / theirs[1].tokens_per_second
+        report.line("tokens per second of vLLM, of its second start", starts, "of vLLM")
     report.line("tokens per second without hits", ours.tokens_per_second / plain, "of vLLM", least=0.97)
     computed = (sizes.repeats + 1) * sizes.requests * (sizes.request + sizes.said)  # Answers are stored as well.
     report.line("tokens that were stored meanwhile", ours.stored / computed, "of all", least=0.95)
@@ -248,14 +258,12 @@ def _worst(found: list[dict[str, Any]]) -> float:
     return statistics.median(one["gap"] for one in found[1:])
 
 
-def compare_gaps(
-    report: Report, sizes: Times, step: int, ours: dict[str, float], theirs: list[dict[str, float]]
-) -> None:
+def compare_gaps(report: Report, sizes: Times, step: int, ours: dict[str, float], theirs: dict[str, float]) -> None:
     """Record the gaps with steps of this size, and how much longer they are with lmc than with vLLM's chunked prefill.
 
-    `theirs` are those of engines without lmc.
+    `theirs` are those of an engine without lmc.
     """
-    alone, tokens = statistics.mean(one["prefill"] for one in theirs), sizes.counts[0] * sizes.document
+    alone, tokens = theirs["prefill"], sizes.counts[0] * sizes.document
     for name, seconds in {"prefill of vLLM alone": alone, **ours}.items():
         what = f"steps of {step}: worst gap between tokens beside a {name}, {tokens} tokens"
         report.line(what, 1000 * seconds, "ms")

@@ -1,4 +1,4 @@
-"""Tier B of `gpu_accept.py`: lmc inside vLLM on this GPU, against the expected results: answers, aborts,
+"""Tier B of `accept.py`: lmc inside vLLM on this GPU, against the expected results: answers, aborts,
 preemptions, times.
 
 Needs vLLM 0.30 or later and lmc's own dependencies; see docs/gpu.md. Engines run one after another, each in its own
@@ -9,22 +9,24 @@ is `NOISE` times the difference between two prefills of vLLM alone, from the beg
 or all of the prompt, and at least `FLOOR`. Blind reuse has to differ by several times as much, so that the comparison
 can fail. A blend at ratio 1 computes every token again, and is right wherever stored documents were placed; so blends
 that keep what was placed are compared with those of an engine whose kernels are in torch. The times are in
-`gpu_vllm_times.py`.
+`vllm_times.py`.
 """
 
 import math
 import os
 import random
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from typing import Any
 from unittest.mock import patch
 
 from engine import SYSTEM, in_folder, make_model, prompt_of, words
 from engine_probe import Probe, Request
-from gpu_vllm_times import TINY, Times, measure_small_steps, measure_times
-from report import Report
+
+from gpu.report import Report
+from gpu.vllm_times import TINY, Times, graphs, measure_gaps, measure_times
 
 NOISE = 4  # times that two prefills of vLLM alone differ are allowed
 FLOOR = {"bfloat16": 2e-2, "float32": 1e-4}  # A logit of bfloat16 between 2 and 4 has steps of 1.6e-2.
@@ -55,6 +57,7 @@ class Sizes:
     step: int = 512  # tokens that the engine computes at a time; lmc then calls the model layer by layer
     large_step: int = 8192  # the same, with which lmc calls the compiled model
     aborts: int = 20
+    largest_graph: int = 64  # tokens; 0 for what vLLM chooses
 
 
 SMOKE = Sizes(
@@ -95,6 +98,7 @@ class Cases:
         """Return options of an engine, whose blocks are enough for two prompts, and one too few for their answers."""
         longest = len(self.plain[0]) + self.count
         return {
+            **graphs(0 if sizes.eager else sizes.largest_graph),
             "attention_backend": backend,
             "dtype": sizes.dtype,
             "block_size": sizes.block,
@@ -106,21 +110,29 @@ class Cases:
         }
 
 
-def parts_inside_vllm(report: Report) -> dict[str, Callable[[str], None]]:
-    """Return the parts of tier B, each with what measures it in a folder for models."""
+def parts_inside_vllm(report: Report, *, eager: bool = False) -> dict[str, Callable[[str], None]]:
+    """Return the parts of tier B, each with what measures it in a folder for models.
+
+    `eager` compiles no model and captures no CUDA graph.
+    """
     sizes, timed = (SMOKE, TINY) if report.smoke else (Sizes(), Times())
+    if eager:
+        sizes, timed = replace(sizes, eager=True), replace(timed, compiled=False)
 
     def model_in(folder: str) -> str:
         return make_model(folder, sizes.layers, sizes.hidden, sizes.head_dim, sizes.group)
 
+    first = sizes.backends[0]
     return {
+        "start": lambda folder: started(report, sizes, model_in(folder), first),
         **{
             backend: lambda folder, backend=backend: answers(report, sizes, model_in(folder), backend)
             for backend in sizes.backends
         },
-        "compiled": lambda folder: answers_in_large_steps(report, sizes, model_in(folder), sizes.backends[0]),
+        "compiled": lambda folder: answers_in_large_steps(report, sizes, model_in(folder), first),
         "times": lambda folder: measure_times(report, timed, folder),
-        "small_steps": lambda folder: measure_small_steps(report, timed, folder),
+        "gaps": lambda folder: measure_gaps(report, timed, folder, timed.batch),
+        "small_steps": lambda folder: measure_gaps(report, timed, folder, timed.small_batch),
     }
 
 
@@ -131,6 +143,22 @@ def inside_vllm(report: Report, parts: Mapping[str, Callable[[str], None]]) -> N
             if "lmc" not in entry_points(group="vllm.general_plugins").names:
                 raise LookupError("lmc is not installed in this Python, so vLLM does not find it: pip install .")
             measure(folder)
+
+
+def started(report: Report, sizes: Sizes, model: str, backend: str) -> None:
+    """Whether an engine starts with lmc, and answers one prompt rightly: what to look at first on a new machine."""
+    sizes = replace(sizes, prompts=1)
+    cases = Cases(sizes)
+    options = cases.options(sizes, backend, sizes.large_step)
+    wanted, began = wanted_of(model, sizes, cases, "start", options), time.monotonic()
+    with engine_with_lmc(model, sizes, options, "auto") as engine:
+        report.line("start: seconds until an engine with lmc has started", time.monotonic() - began, "s")
+        found = engine.setup()
+        print(f"start: {found}", flush=True)
+        report.line("start: the self-test passed", float(not found["refused"]), "", least=1)
+        checks = Checks(report, "start", engine, cases, wanted, sizes.block)
+        checks.exact_hits()
+        checks.blends()
 
 
 def answers(report: Report, sizes: Sizes, model: str, backend: str) -> None:

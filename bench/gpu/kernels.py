@@ -1,4 +1,4 @@
-"""The checks of `gpu_accept.py` on single kernels: errors against torch in float32, and bandwidths."""
+"""The checks of `accept.py` on single kernels: errors against torch in float32, and bandwidths."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from report import Report
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from gpu.report import Report
 from lmc.blend.canvas import Canvas, Paged, dense
 from lmc.blend.kernels import attention, place, shift
 from lmc.blend.kernels.choice import kernels_of
