@@ -156,9 +156,13 @@ OTHERS = (
     (
         kernels.correct, HEADS | HALVES | VALUES | {"BT": 32, "MOST": 64},
         [
-            {}, UNROTATED, {"HALF": 32, "PADDED": 32}, {"INTERLEAVED": True},
-            *(heads(dim) | halves(dim) | values(dim) | {"BT": corrected(dim)} for dim in (64, 256)),
-            LATENT | corrected_values(512) | {"BT": corrected(128)},
+            {}, UNROTATED | {"BT": corrected(128, 128, 0)},
+            {"HALF": 32, "PADDED": 32, "BT": corrected(128, 128, 32)}, {"INTERLEAVED": True},
+            *(
+                heads(dim) | halves(dim) | corrected_values(dim) | {"BT": corrected(dim, dim, dim // 2)}
+                for dim in (64, 256)
+            ),
+            LATENT | corrected_values(512) | {"BT": corrected(64, 512, 32)},
         ], 255, False,
     ),
 )  # fmt: skip

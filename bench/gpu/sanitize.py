@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gpu.interpreter import allow_new_numpy
 from gpu.kernels import MEASURED, SMOKE, Sizes, scattered
 from gpu.report import Report
 
@@ -40,6 +41,7 @@ class Untimed:
 
 def main() -> None:
     """Run every kernel."""
+    allow_new_numpy()
     os.environ.setdefault("LMC_KERNELS", "triton")  # in Triton's interpreter on a CPU
     cuda = torch.cuda.is_available()
     report = Once(torch.device("cuda" if cuda else "cpu"), not cuda, "small tensors")

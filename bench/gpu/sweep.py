@@ -22,6 +22,7 @@ from common import keep, parser
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from gpu.interpreter import allow_new_numpy
 from gpu.kernels import SMOKE, OneLayer, Sizes, pages_of
 from gpu.report import Report
 from lmc.blend.kernels import attention_triton
@@ -38,7 +39,7 @@ Row = dict[str, Any]
 TILES = [Tile(rows, keys, warps) for rows, keys, warps in (
     (64, 64, 4), (128, 64, 8), (64, 128, 4), (128, 128, 8), (128, 64, 4), (64, 32, 4), (128, 32, 8), (32, 64, 4),
 )]  # fmt: skip
-STAGES = 3, 4, 2
+STAGES = 3, 5, 4, 2
 SHARED = 4, 1, 2, 8  # programs of a launch, at least, for each multiprocessor; 1 shares hardly ever
 SECTIONS = 5  # before attention, of which each takes at most an eighth of the time
 
@@ -277,6 +278,7 @@ class Sweep:
 
 def main() -> None:
     """Measure, and print the fastest tiles."""
+    allow_new_numpy()
     arguments = parser(__doc__, "gpu_sweep")
     arguments.add_argument("--seconds", type=float, default=240.0)
     arguments.add_argument("--smoke", action="store_true")

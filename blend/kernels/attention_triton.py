@@ -394,7 +394,7 @@ def tile(
     elif not limited and triton.cdiv(tokens * group, many) * heads >= tuning.many:
         kind = "many rows"
     else:
-        kind = "few rows, hidden tokens" if hides else "few rows"
+        kind = "few rows, hidden tokens" if hides else "few rows, window" if limited else "few rows"
     found = tuning.tiles[kind]
     return found._replace(rows=max(found.rows, triton.next_power_of_2(group)))
 

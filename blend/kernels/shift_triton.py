@@ -21,7 +21,7 @@ from lmc.blend.kernels.shift import MOST_EXAMPLES, SHARED, TILE, VALUE_SHARE, Sp
 from lmc.blend.rope import Turn
 
 TOKENS = 16  # tokens per program of `_rotated` or `_changes`
-WIDEST = 128  # dimensions of a value that a step of `_correct` corrects
+WIDEST = 128  # maximal number of dimensions of a value that `_correct` corrects in one step
 BLOCK = 32  # dimensions per program of `_mean`, and per step of `_alike`
 
 
@@ -239,7 +239,7 @@ def correct(
     keys, values, _ = canvas.paged(layer)
     _, heads, size, dim = keys.shape
     wide = corrected_values(values.shape[3])
-    together = corrected(max(dim, wide["WIDE_V"]))
+    together = corrected(dim, values.shape[3], turn.cos.shape[1])
     _correct[(len(spans.tiles), heads, TILE // together)](
         weights, changes, spans.tiles, *rows_of(turn), slots, keys, values, size,
         *keys.stride()[:3], *values.stride()[:3],
@@ -248,10 +248,13 @@ def correct(
 
 
 def corrected_values(dim: int) -> dict[str, int]:
-    """Return the sizes of values in `_correct`, which corrects latent values in several steps."""
-    return {"V": dim, "WIDE_V": min(padded(dim), WIDEST)}
+    """Return the sizes of values in `_correct`, which corrects long values in several steps."""
+    return {"V": dim, "WIDE_V": padded(dim) if dim <= WIDEST else WIDEST // 2}
 
 
-def corrected(dim: int) -> int:
-    """Return the tokens per program of `_correct`: fewer for long heads, so that they fit into its registers."""
-    return TILE if dim <= 128 else TILE // 2
+def corrected(dim: int, value_dim: int, half: int) -> int:
+    """Return the tokens per program of `_correct`, as many as fit into its registers.
+
+    They are fewer for long heads, latent values, and keys of which only the first `2 * half` numbers are rotated.
+    """
+    return TILE if dim <= 128 and value_dim <= 128 and 2 * half == dim else TILE // 2
