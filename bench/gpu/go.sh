@@ -9,7 +9,8 @@
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 OUT=${OUT:-$root/build/gpu/out} SITE=${SITE:-/tmp/lmc-gpu-site} CACHE=${CACHE:-/tmp/lmc-gpu-cache}
-PYTHON=${PYTHON:-python3} SMOKE=${SMOKE:+--smoke} EAGER=${EAGER:+--eager}
+PYTHON=${PYTHON:-python3} KEEP=--keep SMOKE=${SMOKE:+--smoke} EAGER=${EAGER:+--eager}
+[ -z "$SMOKE" ] || KEEP= # Sizes for a CPU are no result.
 [ -w "${HOME:-}" ] || export HOME=$CACHE
 export TRITON_CACHE_DIR=$CACHE/triton VLLM_CACHE_ROOT=$CACHE/vllm
 export TORCHINDUCTOR_CACHE_DIR=$CACHE/inductor PYTHONPATH=$root:$SITE PYTHONUNBUFFERED=1
@@ -60,7 +61,7 @@ for wanted in "$@"; do
     name=${parts// /-}
     case $parts in
         facts) run facts "$most" bash -c "$(declare -f facts); PYTHON=$PYTHON GROW=${GROW:-28} facts" ;;
-        sweep) run sweep "$most" "$PYTHON" -m gpu.sweep --keep --seconds $((most - 20)) $SMOKE ;;
+        sweep) run sweep "$most" "$PYTHON" -m gpu.sweep $KEEP --seconds $((most - 20)) $SMOKE ;;
         traces_transformers) run "$parts" "$most" "$PYTHON" -m gpu.traces transformers --out "$OUT" $SMOKE ;;
         traces_vllm) run "$parts" "$most" "$PYTHON" -m gpu.traces vllm --out "$OUT" $SMOKE $EAGER ;;
         sanitize)
@@ -68,7 +69,7 @@ for wanted in "$@"; do
             run sanitize "$most" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 $tool "$PYTHON" -m gpu.sanitize
             ;;
         caches) tar cJ -C "$CACHE" . | split -b 25M - "$OUT/caches.part-" ;;
-        *) run "$name" "$most" "$PYTHON" -m gpu.accept --keep $SMOKE $EAGER $(printf -- '--part %s ' $parts) ;;
+        *) run "$name" "$most" "$PYTHON" -m gpu.accept $KEEP $SMOKE $EAGER $(printf -- '--part %s ' $parts) ;;
     esac
 done
 echo

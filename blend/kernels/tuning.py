@@ -47,7 +47,7 @@ class Tuning(NamedTuple):
     tiles: Mapping[Kind, Tile]
 
     def shares(self, programs: int, keys: int, step: int) -> int:
-        """Return how many programs share the `keys` of the same rows, of which a step reads `step`.
+        """Return how many programs share the `keys` of the same rows. A step of a program reads `step` keys.
 
         Rows of a blend lie anywhere in a prompt, so programs take very different times. Without enough of them, the
         longest one would run alone at the end.
@@ -96,7 +96,7 @@ def tuning_for(capability: int) -> Tuning:
 
 @cache
 def tuning_of(device: torch.device) -> Tuning:
-    """Return the numbers for a device; those of Hopper where there is no GPU, as in Triton's interpreter."""
+    """Return the numbers for a device. Those of Hopper are used without a GPU, as in Triton's interpreter."""
     if device.type != "cuda":
         return HOPPER
     major, minor = torch.cuda.get_device_capability(device)

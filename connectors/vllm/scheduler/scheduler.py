@@ -974,13 +974,13 @@ class Scheduler:
         return len(prompt)
 
     def _begin_exact_load(self, state: RequestState, local: int) -> None:
-        """Let requests that would load the same wait for this load, which begins after `local` tokens."""
+        """Record a load that begins after `local` tokens, so that requests that would load the same wait for it."""
         for block in state.request.block_hashes[local // self._block_size :][:1]:
             self._exact_loads[block] = state
             state.loads_from = block
 
     def _end_exact_load(self, state: RequestState) -> None:
-        """Let no request wait for the load of another one any more."""
+        """Record that requests need not wait for the load of this one any more."""
         if state.loads_from is not None and self._exact_loads.get(state.loads_from) is state:
             del self._exact_loads[state.loads_from]
         state.loads_from = None
