@@ -185,11 +185,11 @@ gpu:
 	cd bench && PYTHONPATH=$(CURDIR) $(PYTHON) -m gpu.accept --keep $(addprefix --tier ,$(TIER)) $(addprefix --part ,$(PART))
 
 # vLLM and what lmc needs, for a machine with torch, triton and transformers and no network, where bench/gpu/go.sh unpacks them.
-# MODEL=1 adds SmolLM2.
+# MODEL=1 adds SmolLM2, and BARE=1 what images for machine learning mostly have.
 GPU_PYTHON ?= 3.12
 GPU_CAPABILITY ?= 90
 gpu-kit: $(VENV)/ready
-	cd bench && ../$(BIN)/python -m gpu.pack build --python $(GPU_PYTHON) --capability $(GPU_CAPABILITY) $(if $(MODEL),--model)
+	cd bench && ../$(BIN)/python -m gpu.pack build --python $(GPU_PYTHON) --capability $(GPU_CAPABILITY) $(if $(BARE),--bare) $(if $(MODEL),--model)
 
 clean:
 	rm -rf $(VENV) $(ENGINE) $(OLDEST) $(OVERLAY) .venv-rag .demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

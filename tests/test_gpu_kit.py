@@ -115,15 +115,14 @@ def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "vllm-1.0.dist-info/METADATA": b"Name: vllm",
         },
         "other_one-2.0-py3-none-any.whl": {"other_one.py": b"", "other_one.so": so},
+        "unwanted-2.0-py3-none-any.whl": {"unwanted.py": b""},
     }
     for name, files in contents.items():
         with zipfile.ZipFile(wheels / name, "w") as wheel:
             for path, data in files.items():
                 wheel.writestr(path, data)
-    monkeypatch.setattr(pack, "VLLM", "vllm==1.0")
-    monkeypatch.setattr(pack, "NEEDED", ["other-one"])
     monkeypatch.setattr(pack, "PART", 100)
-    pack.build(tmp_path / "kit", wheels, 90, "3.12")
+    pack.build(tmp_path / "kit", wheels, ["vllm==1.0", "other-one"], 90)
     return tmp_path / "kit"
 
 

