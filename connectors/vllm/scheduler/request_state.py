@@ -57,6 +57,7 @@ class RequestState:
     progress_at: float = 0.0  # time of the last arrival of a part
     parts_arrived: int = 0  # number of parts of pinned chunks that had arrived at `progress_at`
     loading: bool = False  # Workers are loading or blending.
+    awaited: "RequestState | None" = None  # a request that loads what this one would load
     loads_from: bytes | None = None  # hash of the first block of an exact load, until the engine computes the request
     local: int = 0  # number of tokens in the engine's own cache when the load began
     given_up: bool = False  # A load failed or was too late, and nothing more is loaded.

@@ -171,7 +171,7 @@ class Scheduler:
 
     def _claim(self, state: RequestState, local: int) -> Plan | None:
         """Return a request's plan, whose chunks are pinned; None if the engine has to ask again in its next step."""
-        if self._waits_its_turn(state, local) or self._waits_for_blends(state, local):
+        if self._awaits_load(state) or self._waits_its_turn(state, local) or self._waits_for_blends(state, local):
             return None
         if state.waiting_since is None:
             self._claims.wait_from_now(state)
@@ -267,10 +267,17 @@ class Scheduler:
         other = self._exact_loads.get(hashes[block])
         if other is None or other is state or other.request.block_hashes[last : last + 1] != hashes[last : last + 1]:
             return False
-        if not self._has_time_to_wait(state):
+        state.awaited = other
+        if not self._awaits_load(state):
             return False
         self._claims.release(state)
         return True
+
+    def _awaits_load(self, state: RequestState) -> bool:
+        """Return whether the load for which a request waits is still under way, and the request may wait longer."""
+        if state.awaited is None or state.awaited.loads_from is None or not self._has_time_to_wait(state):
+            state.awaited = None
+        return state.awaited is not None
 
     def _comes_before(self, request: Any, other: Any) -> bool:
         """Return whether the engine serves a request before another one that waits as well."""
