@@ -453,11 +453,14 @@ def other_question(number: int) -> list[int]:
     return [*prompt(DOC_A, DOC_B, question=[70, 71, 72, 73, number]), *HEADER]
 
 
-def test_another_question_about_the_same_documents_revises_the_blend(lab: Lab) -> None:
-    asked(lab)
+@pytest.mark.parametrize("name", ["lab", "large"])
+def test_another_question_about_the_same_documents_revises_the_blend(request, name: str) -> None:
+    lab = request.getfixturevalue(name)
+    if name == "lab":
+        asked(lab)
     first = {block.block_id for block in lab.pool.blocks if block.block_hash is not None}
     turn = other_question(600)
-    request, job = job_for(lab, "second", turn)
+    asking, job = job_for(lab, "second", turn)
     shared = turn.index(600) // BLOCK * BLOCK
     sources, targets = zip(*job.copied, strict=True)
     assert set(sources) <= first
@@ -465,7 +468,7 @@ def test_another_question_about_the_same_documents_revises_the_blend(lab: Lab) -
     assert max(piece.stop for piece in job.own) == shared, "what follows is computed"
     assert [turn[at] for piece in job.own if not piece.exact for at in range(piece.at, piece.stop)] == [*DOC_A, *DOC_B]
     assert turn[job.question :] == turn[shared:]
-    assert ended(lab, request) == {"continued_tokens": shared - BLOCK}
+    assert ended(lab, asking) == {"continued_tokens": shared - BLOCK}
     again = lab.arrive("again", turn)
     assert lab.look(again) == len(turn) // BLOCK * BLOCK, "a retry shares what the revision has computed"
     lab.finish(again)
