@@ -729,26 +729,26 @@ class SmallDisk:
 
 
 def test_a_full_disk_costs_older_records_then_the_new_one_and_reading_goes_on(tmp_path, monkeypatch, caplog):
-    tier = DiskTier(tmp_path, ROOM)
-    full = SmallDisk(tmp_path, 2 * RECORD_BYTES)
+    tier, kept, new = DiskTier(tmp_path, ROOM), disk.TRIES, key_of(100)
+    full = SmallDisk(tmp_path, kept * RECORD_BYTES)
     monkeypatch.setattr(os, "pwritev", full)
-    write(tier, K0)
-    write(tier, K1)
-    write(tier, K2)
-    assert tier.contains([K0, K1, K2]) == [False, True, True], "an older record made room"
+    keys = [key_of(number) for number in range(kept + 1)]
+    for key in keys:
+        write(tier, key)
+    assert tier.contains(keys) == [False, *[True] * kept], "an older record made room"
     assert caplog.records == []
     full.room = 0  # somebody else took it all
     with caplog.at_level(logging.WARNING):
-        assert tier.write(meta_of(K3), [stored(meta_of(K3))]) is Written.REFUSED
+        assert tier.write(meta_of(new), [stored(meta_of(new))]) is Written.REFUSED
         assert tier.write(meta_of(K0), [stored(meta_of(K0))]) is Written.REFUSED
     assert len(caplog.records) == 1
     assert "no space left" in caplog.text
-    assert read(tier, K2) == bytes(stored(meta_of(K2)))
+    assert read(tier, keys[-1]) == bytes(stored(meta_of(keys[-1])))
     assert list((tmp_path / "tmp").iterdir()) == []
-    assert tier.bytes == used(tmp_path) == RECORD_BYTES
+    assert tier.bytes == used(tmp_path) == RECORD_BYTES, "an eviction before each retry"
     full.room = ROOM
     monkeypatch.setattr(time, "monotonic", lambda: math.inf)  # The pause is over.
-    write(tier, K3)
+    write(tier, new)
     tier.close()
 
 

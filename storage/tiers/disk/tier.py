@@ -57,6 +57,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 BESIDE_BYTES = 16 * MIB
 # Writing pauses for this time if the disk stays full after an eviction, and after three write errors in a row.
 PAUSE_SECONDS = 30.0
+TRIES = 4  # to write a record to a full filesystem, with an eviction before each further one
 CLOSING_SECONDS = 1.0  # `close` waits at most this long for a check of the directory that is in flight
 SHARDS = 256  # folders of records, by the first byte of the key
 LOGGED_RECORDS = 1000  # Reading this many records takes a noticeable time, and is logged.
@@ -501,8 +502,11 @@ class DiskTier:
     def _write_file(
         self, path: Path, meta: RecordMeta, views: list[memoryview], first: Callable[[], memoryview] | None, size: int
     ) -> bool:
-        """Write and rename a file. If the disk is full, evict and retry once. Returns false if it stays full."""
-        for last_try in (False, True):
+        """Write and rename a file. If the disk is full, evict and retry. Returns false if it stays full.
+
+        The index, or another user of the filesystem, may take the space of the evicted record before the retry.
+        """
+        for tries_left in reversed(range(TRIES)):
             try:
                 files.write_new(path, views, first)
                 with self._lock:  # The file and the index change together.
@@ -520,7 +524,7 @@ class DiskTier:
                 if error.errno not in FULL:
                     raise
             with self._lock:
-                if last_try or not self._evict(size):
+                if not tries_left or not self._evict(size):
                     self._pause("has no space left")
                     break
         return False
