@@ -433,19 +433,7 @@ def test_a_revision_that_ends_early_holds_no_blocks(lab: Lab, event: str) -> Non
     lab.wait(lambda: lab.admit(request))
     lab.step()
     assert state_of(lab, "second").copied
-    if event == "abort":
-        request.aborted = True
-        lab.finish(request)
-        lab.workers.held_back = False
-        lab.step()
-    else:
-        lab.workers.held_back = False
-        monkey = lab.workers.load
-        lab.workers.load = lambda job: -1
-        lab.step()
-        lab.workers.load = monkey
-        lab.compute(request, len(turn) - request.num_computed_tokens)
-        lab.finish(request)
+    lab.lose(request, event)
     lab.check()
 
 

@@ -1211,18 +1211,7 @@ def test_samples_of_a_prompt_share_one_load_and_what_is_computed_after_it(sample
 @pytest.mark.parametrize("event", ["abort", "failure"])
 def test_a_sample_loads_by_itself_if_the_first_load_is_lost(sampled, event):
     lab, first, second = sampled
-    if event == "abort":
-        first.aborted = True
-        lab.finish(first)
-        lab.workers.held_back = False
-        lab.step()
-    else:
-        lab.workers.held_back = False
-        load, lab.workers.load = lab.workers.load, lambda job: -1
-        lab.step()
-        lab.workers.load = load
-        lab.compute(first, first.num_tokens - first.num_computed_tokens)
-        lab.finish(first)
+    lab.lose(first, event)
     loaded = lab.wait(lambda: lab.admit(second))
     assert loaded == (len(PLAIN) if event == "abort" else 0), "the engine has what the first one computed"
     lab.load(second)

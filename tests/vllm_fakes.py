@@ -535,6 +535,21 @@ class Lab:
         while state_of(self, request.request_id).loading:
             self.step()
 
+    def lose(self, request, event):
+        """End a request whose load is held back: by an abort, or by a failure, after which it is computed."""
+        if event == "abort":
+            request.aborted = True
+            self.finish(request)
+            self.workers.held_back = False
+            self.step()
+            return
+        self.workers.held_back = False
+        load, self.workers.load = self.workers.load, lambda job: -1
+        self.step()
+        self.workers.load = load
+        self.compute(request, request.num_tokens - request.num_computed_tokens)
+        self.finish(request)
+
     def wait(self, ask):
         """Ask as often as the engine would."""
         for _ in range(100_000):

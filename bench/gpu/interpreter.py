@@ -9,7 +9,7 @@ from typing import Any
 
 
 def allow_new_numpy() -> None:
-    """Let loops of kernels in the interpreter end at a number. Without the interpreter, nothing changes."""
+    """Convert the bounds of loops in kernels to numbers. Without the interpreter, nothing changes."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     from triton.runtime import interpreter

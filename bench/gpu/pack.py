@@ -194,7 +194,7 @@ def unpack(kit: Path, into: Path) -> list[str]:
 
 
 def _register(into: Path) -> None:
-    """Let vLLM find lmc's plugin, which is imported from the repository."""
+    """Register lmc's plugin, which is imported from the repository, for vLLM."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     points = project["entry-points"]["vllm.general_plugins"]
     folder = into / f"{project['name']}-{project['version']}.dist-info"

@@ -38,7 +38,7 @@ def thinned(data: bytes, capability: int) -> bytes:
     """Return a library without what a GPU of this compute capability does not use.
 
     Raises:
-        ValueError: `data` is no ELF file of 64 bits.
+        ValueError: `data` is not an ELF file of 64 bits.
     """
     out = bytearray(data)
     for binary in fat_binaries(data):

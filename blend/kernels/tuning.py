@@ -64,9 +64,9 @@ AMPERE = Tuning(
     fewest_keys=512,
     many=256,
     tiles={
-        "many rows": Tile(128, 32, 8),  # With 64 keys, Triton 3.8 spills registers, and with a window, too.
+        "many rows": Tile(128, 32, 8),  # With 64 keys, it spills registers in Triton 3.8.
         "few rows": Tile(64, 64, 4),
-        "few rows, window": Tile(64, 32, 4),
+        "few rows, window": Tile(64, 32, 4),  # for the same reason
         "few rows, hidden tokens": Tile(64, 32, 4),
         "heads of 256": Tile(64, 32, 8),
         "heads of 512": Tile(32, 16, 8),

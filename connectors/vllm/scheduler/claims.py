@@ -17,7 +17,7 @@ from lmc.keys import ChunkKey
 from lmc.storage.contract import PinState
 from lmc.storage.memory.slab import LOST
 
-FEW_TOKENS = 128  # Fewer tokens than this are computed as fast as they are loaded: both takes a step of the engine.
+FEW_TOKENS = 128  # Fewer tokens than this are computed as fast as they are loaded: either takes a step of the engine.
 DEADLINES = 10  # A load may take this many deadlines if a part arrives within each of them.
 
 

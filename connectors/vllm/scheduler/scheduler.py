@@ -801,10 +801,15 @@ class Scheduler:
     def _repeats_blend(self, state: RequestState) -> bool:
         """Return whether a prompt begins with all documents of an earlier blend in the same order; it counts once."""
         state.shared_with_blend = self._own_blends.repeats(state.exact_hashes)
-        if state.shared_with_blend and not state.follows:
+        if state.shared_with_blend:
+            self._note_follow_up(state)
+        return state.shared_with_blend > 0
+
+    def _note_follow_up(self, state: RequestState) -> None:
+        """Count a request, once, that follows an earlier blend."""
+        if not state.follows:
             state.follows = True
             self._backfill.followed()
-        return state.shared_with_blend > 0
 
     def _waits_for_own_blend(self, state: RequestState, local: int) -> bool:
         """Return whether a request waits for a blend that is under way, or has just found a blend to continue.
@@ -837,9 +842,8 @@ class Scheduler:
             documents=documents,
             policy=policy,
         ):
-            if not state.follows and request.num_prompt_tokens > blend.end + BEGUN:
-                state.follows = True
-                self._backfill.followed()
+            if request.num_prompt_tokens > blend.end + BEGUN:
+                self._note_follow_up(state)
             if self._is_under_way(blend, state):
                 return True
             set_salts(request, blend.salts)
@@ -876,9 +880,7 @@ class Scheduler:
             set_salts(request, (), replacing=blend.salts)
             return False
         self._revise(state, blend, cached, continues=False)
-        if not state.follows:
-            state.follows = True
-            self._backfill.followed()
+        self._note_follow_up(state)
         return True
 
     def _is_under_way(self, blend: OwnBlend, state: RequestState) -> bool:
