@@ -359,6 +359,36 @@ def test_a_listing_that_outlives_the_tier_leaves_the_index_of_the_next_one(tmp_p
     assert following.faults() == []
 
 
+def test_a_listing_that_is_half_read_does_not_let_the_database_grow(tmp_path, monkeypatch):
+    """An open query kept SQLite from emptying its write-ahead log: 260 MB in 300 commits, now 8 MB."""
+    monkeypatch.setattr(index, "PAGE", index.PAGE.replace("1000", "5"))
+    rows = index.DiskIndex(tmp_path)
+    for number, key in enumerate(KEYS):
+        rows.put(meta_of(key), 100, number - 2)  # A file may be older than 1970.
+    listing = rows.records()
+    first = [next(listing).key for _ in range(3)]
+    for commits in range(3000):
+        rows.put(replace(meta_of(key_of(100)), label="x" * 2000), 100, 1000 + commits)
+        assert rows.flush()
+    assert (tmp_path / f"{index.FILE}-wal").stat().st_size < 8 << 20
+    assert first + [record.key for record in listing] == [*KEYS, key_of(100)]
+    rows.close()
+
+
+def test_a_listing_of_a_database_that_was_built_anew_meanwhile_ends_with_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(index, "PAGE", index.PAGE.replace("1000", "5"))
+    rows = index.DiskIndex(tmp_path)
+    for number, key in enumerate(KEYS):
+        rows.put(meta_of(key), 100, number)
+    listing = rows.records()
+    next(listing)
+    rows.clear()
+    rows.put(meta_of(KEYS[-1]), 100, 100)
+    with pytest.raises(index.IndexLost, match="built anew"):
+        list(listing)
+    rows.close()
+
+
 def test_a_value_that_the_database_does_not_take_costs_its_row_only(tmp_path, caplog):
     """The thread that commits ended with the error, and no later row was committed."""
     with closing(filled(tmp_path, KEYS[:3])) as tier:

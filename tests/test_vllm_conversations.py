@@ -731,6 +731,26 @@ def test_the_balance_counts_costs_only_if_there_are_any() -> None:
         counted.blended(-40)
 
 
+def test_a_tenant_whose_blends_cost_more_than_they_save_refuses_those_of_no_other_tenant() -> None:
+    counted = balance.Balances()
+    for tenant, cost in (("never idle", 5000), ("idle", 0)):
+        for _ in range(balance.FIRST_BLENDS):
+            counted.blended(tenant, 1000)
+            counted.followed(tenant, cost)
+    assert not counted.allows_blend("never idle")
+    assert all(counted.allows_blend("idle") for _ in range(100))
+
+
+def test_tenants_of_one_blend_each_are_counted_together() -> None:
+    """Where each user is a tenant, none has enough blends to count."""
+    counted = balance.Balances()
+    for number in range(balance.FIRST_BLENDS):
+        assert counted.allows_blend(f"user {number}")
+        counted.blended(f"user {number}", 1000)
+        counted.followed(f"user {number}", 5000)
+    assert not counted.allows_blend("another user")
+
+
 @pytest.mark.parametrize("siblings", [1, 2, 4, 8, 16])
 def test_a_refusal_ends_after_some_trials_that_pay(siblings: int) -> None:
     counted = balance.Balance()

@@ -8,21 +8,60 @@ turns cost more with blends than without them.
 
 So both are counted, in tokens that the engine computes. While recent blends have cost more than they have saved, new
 prompts are computed, except for one in `TRIAL_EVERY`: the traffic, or the engine's idle time, may have changed.
+
+Tenants are counted apart, because each is an application or a user with its own habits. Those with few blends are
+counted together: most may never have enough for a count of their own.
 """
+
+from cachetools import LRUCache
 
 FIRST_BLENDS = 8  # number of blends before the counts are compared
 FADE = 15 / 16  # Each blend multiplies the weight of what was counted before it by this.
 TRIAL_EVERY = 16
+MAX_TENANTS = 1024  # that are counted apart, the most recent ones
 MOST_COST = 2  # Costs count at most this many times what was saved, so that some trials without costs are enough.
 
 
+class Balances:
+    """What the recent blends of each tenant have saved and cost."""
+
+    def __init__(self) -> None:
+        self._small = Balance()  # of all tenants with few blends
+        self._of_tenant: LRUCache[str, Balance] = LRUCache(MAX_TENANTS)
+
+    def blended(self, tenant: str, saved: float) -> None:
+        """Count a blend of a new prompt; see `Balance`."""
+        own = self._of_tenant.setdefault(tenant, Balance())
+        for balance in {own, self._deciding(tenant)}:
+            balance.blended(saved)
+
+    def followed(self, tenant: str, cost: float) -> None:
+        """Count a request after a blend; see `Balance`."""
+        deciding = self._deciding(tenant)
+        for balance in {deciding, self._of_tenant.get(tenant, deciding)}:
+            balance.followed(cost)
+
+    def allows_blend(self, tenant: str) -> bool:
+        """Return whether to blend a new prompt of a tenant with stored documents. A refused prompt counts."""
+        return self._deciding(tenant).allows_blend()
+
+    def _deciding(self, tenant: str) -> "Balance":
+        own = self._of_tenant.get(tenant)
+        return own if own is not None and own.decides else self._small
+
+
 class Balance:
-    """What the recent blends of an engine have saved and cost."""
+    """What some recent blends have saved and cost."""
 
     def __init__(self) -> None:
         self._blends = self._refused = 0
         self._saved = self._cost = 0.0  # tokens
         self._trial = False  # The next new prompt is blended, whatever was counted.
+
+    @property
+    def decides(self) -> bool:
+        """Whether enough blends were counted."""
+        return self._blends >= FIRST_BLENDS
 
     def blended(self, saved: float) -> None:
         """Count a blend of a new prompt. `saved` is the number of tokens by which it computes fewer than prefill."""
@@ -36,7 +75,7 @@ class Balance:
 
     def allows_blend(self) -> bool:
         """Return whether to blend a new prompt with stored documents. A refused prompt counts."""
-        if self._blends < FIRST_BLENDS or self._cost <= self._saved:
+        if not self.decides or self._cost <= self._saved:
             return True
         self._refused += 1
         self._trial = self._trial or self._refused % TRIAL_EVERY == 0

@@ -27,7 +27,7 @@ from lmc.blend.strategies import NEEDS_QUESTION
 from lmc.blend.turn_headers import occurrences
 from lmc.connectors.vllm.messages import BLEND_SHARE, StepPlan, StepReport
 from lmc.connectors.vllm.scheduler.backfill import Backfill
-from lmc.connectors.vllm.scheduler.balance import Balance
+from lmc.connectors.vllm.scheduler.balance import Balances
 from lmc.connectors.vllm.scheduler.claims import Claims, fewest_tokens
 from lmc.connectors.vllm.scheduler.idle import REST_SECONDS
 from lmc.connectors.vllm.scheduler.isolation import OwnBlend, OwnBlends, salt_of, set_salts
@@ -109,7 +109,7 @@ class Scheduler:
             self.engine.share_learning(self._has_time)
         self._own_blends = OwnBlends(setup.block_size)
         self._backfill = Backfill(setup, self.pending)
-        self._balance = Balance()
+        self._balances = Balances()
         self._adapters: dict[tuple[int, str], bytes] = {}
         self._process = os.urandom(32)
         self._few = fewest_tokens(setup)  # If the engine lacks no more, lmc does not look for stored chunks.
@@ -446,7 +446,7 @@ class Scheduler:
         """Record that the engine computes prompt tokens of a request."""
         self._end_exact_load(state)
         if not state.scheduled and not state.request.num_preemptions:  # vLLM alone would have these tokens.
-            self._balance.followed(max(0, state.shared_with_blend - state.request.num_computed_tokens))
+            self._balances.followed(state.salt, max(0, state.shared_with_blend - state.request.num_computed_tokens))
         state.scheduled = True
         self._claims.release(state)  # The engine did not use this claim.
         self._note_answer(state)
@@ -786,16 +786,16 @@ class Scheduler:
         if repeats:
             return REPEATED
         stored = any(piece.stop > exact and piece.place for document in match.documents for piece in document.pieces)
-        return UNPROFITABLE if stored and not self._balance.allows_blend() else ""
+        return UNPROFITABLE if stored and not self._balances.allows_blend(state.salt) else ""
 
     def _weigh(self, state: RequestState, offer: BlendOffer) -> None:
         """Count the tokens that a blend saves, or those that a revision computes again."""
         work = self.engine.store.cost.in_prefill_tokens(offer)
         if state.revision is None:
-            self._balance.blended(offer.tokens - work)
+            self._balances.blended(state.salt, offer.tokens - work)
         else:
             cost = work - (state.request.num_prompt_tokens - state.revision.stop)
-            self._balance.followed(cost)
+            self._balances.followed(state.salt, cost)
             state.revision.blend.spent += max(0.0, cost)
 
     def _repeats_blend(self, state: RequestState) -> bool:

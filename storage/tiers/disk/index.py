@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 FILE = "index.sqlite"
 VERSION = 1  # of the tables; a database of another version is built anew
 COMMIT_SECONDS = 0.5  # Changes are committed together after this time.
-FETCHED = 1000  # rows that a reader fetches at once
+OLDEST = -(1 << 63)  # the smallest time that SQLite stores
+PAGE = "ORDER BY used, bytes, kind, key LIMIT 1000"  # the rows that are read at once
 RETRY_SECONDS = 10.0  # after a commit that failed
 PATIENCE_SECONDS = 5.0  # A command that reads the index may hold its lock for a moment.
 IN_MEMORY = ":memory:"
@@ -103,15 +104,15 @@ class DiskIndex:
         self._thread.start()
 
     def records(self) -> Iterator[IndexedRecord]:
-        """Yield all records, least recently used first."""
-        for key, size, kind in self._rows_of("SELECT key, bytes, kind FROM records ORDER BY used"):
+        """Yield all records, least recently used first. One that is used meanwhile may be yielded again."""
+        for _, size, kind, key in self._by_use("SELECT used, bytes, kind, key FROM records"):
             yield IndexedRecord(ChunkKey(key), size, KINDS.get(kind, RecordKind.PAGES))
 
     def headers(self) -> Iterator[RecordMeta]:
-        """Yield the headers of all records without sizes and checksums of parts, least recently used first."""
-        for key, kind, namespace, tokens, first, parts, part_bytes, codec, label, model, tenant in self._rows_of(
-            "SELECT key, kind, namespace, tokens, first, parts, part_bytes, codec, label, model, tenant "
-            "FROM records CROSS JOIN headers USING (key) ORDER BY used"
+        """Yield the headers of the records without sizes and checksums of parts, in the same order."""
+        for _, _, kind, key, namespace, tokens, first, parts, part_bytes, codec, label, model, tenant in self._by_use(
+            "SELECT used, bytes, kind, key, namespace, tokens, first, parts, part_bytes, codec, label, model, tenant "
+            "FROM records CROSS JOIN headers USING (key)"
         ):
             yield RecordMeta(
                 key=ChunkKey(key), kind=KINDS.get(kind, RecordKind.PAGES), namespace=namespace, tokens=tokens,
@@ -120,14 +121,13 @@ class DiskIndex:
 
     def uses(self) -> dict[ChunkKey, float]:
         """Return the time of the last use of each record, in seconds since 1970."""
-        return {ChunkKey(key): used / 1e9 for key, used in self._rows_of("SELECT key, used FROM records")}
+        return {ChunkKey(key): used / 1e9 for key, used in self._fetch(self.clears, "SELECT key, used FROM records")}
 
     def beginning_with(self, first: int) -> set[ChunkKey]:
         """Return the keys of the records whose first byte is `first`."""
         low, high = bytes([first]), bytes([first, *[255] * 32])
-        return {
-            ChunkKey(key) for (key,) in self._rows_of("SELECT key FROM records WHERE key BETWEEN ? AND ?", low, high)
-        }
+        query = "SELECT key FROM records WHERE key BETWEEN ? AND ?"
+        return {ChunkKey(key) for (key,) in self._fetch(self.clears, query, low, high)}
 
     def put(self, meta: RecordMeta, size: int, used: int) -> None:
         """Add a record of `size` bytes, last `used` at this time in nanoseconds since 1970."""
@@ -238,21 +238,31 @@ class DiskIndex:
             self._database.execute("UPDATE state SET complete = ?", (complete,))
             self._database.execute("PRAGMA synchronous = NORMAL")
 
-    def _rows_of(self, query: str, *values: object) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of a query after all changes so far. Raises `IndexLost` if the database cannot be read."""
-        self.flush()
+    def _by_use(self, query: str) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows of a query in the order of `by_use`, whose columns come first.
+
+        Each page is a query of its own: an open one keeps SQLite from emptying its write-ahead log, which then grows
+        for as long as a caller takes to read all rows.
+        """
         clears = self.clears
-        try:
-            with self._work:
-                cursor = self._database.execute(query, values)
-            while True:
-                with self._work:
-                    rows = cursor.fetchmany(FETCHED)
-                if not rows:
-                    return
-                yield from rows
-        except sqlite3.Error as error:
-            raise IndexLost(error, self._path, clears) from error
+        last: tuple[Any, ...] = (OLDEST, 0, "", b"")
+        while rows := self._fetch(clears, f"{query} WHERE (used, bytes, kind, key) > (?, ?, ?, ?) {PAGE}", *last):
+            yield from rows
+            last = rows[-1][:4]
+
+    def _fetch(self, clears: int, query: str, *values: object) -> list[tuple[Any, ...]]:
+        """Return the rows of a query, after all changes so far.
+
+        Raises `IndexLost` if the database cannot be read, or if it is not the one after so many `clears`.
+        """
+        self.flush()
+        with self._work:
+            try:
+                if clears != self.clears:
+                    raise sqlite3.DatabaseError("it was built anew meanwhile")
+                return self._database.execute(query, values).fetchall()
+            except sqlite3.Error as error:
+                raise IndexLost(error, self._path, clears) from error
 
     def _commit(self, rows: Mapping[ChunkKey, _Row | None], uses: Mapping[ChunkKey, int]) -> None:
         gone = [(key,) for key, row in rows.items() if row is None]
