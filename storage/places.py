@@ -24,6 +24,7 @@ PLACES = (
     Place(name="disk", title="disk", medium="STORAGE", hit_source="DISK"),
     # Not announced: they evict by themselves without reporting it.
     Place(name="redis", title="Redis"),
+    Place(name="directory", title="shared directory"),
     Place(name="objects", title="object store"),
 )
 MEMORY = frozenset(place.name for place in PLACES if place.in_memory)

@@ -106,18 +106,23 @@ class TestInS3(ObjectContract):
 # -- from the settings -----------------------------------------------------------------------------------------------
 
 
+def opened(settings):
+    (remote,) = settings.remotes
+    return open_remote(settings, remote)
+
+
 def test_a_bucket_of_the_settings_is_opened(s3, caplog):
     url = f"s3://test:test@{BUCKET}/settings?endpoint=http://127.0.0.1:{s3}"
-    with closing(open_remote(Settings(remote_url=url, remote_deadline=30, remote_ttl=60))) as tier:
+    with closing(opened(Settings(remote_url=url, remote_deadline=30, remote_ttl=60))) as tier:
         write(tier, K0)
         assert read(tier, K0) == bytes(stored(meta_of(K0)))
         assert len(list(tier.entries())) == 1
-    assert "remote_ttl = 60 has no effect: objects expire by a lifecycle rule" in caplog.text
+    assert "remote_ttl = 60 has no effect in S3 bucket chunks/settings: objects expire by a lifecycle rule" in caplog.text
 
 
 def test_a_shared_directory_of_the_settings_is_created(tmp_path):
     settings = Settings(remote_url=f"file://{tmp_path}/new/kv", remote_deadline=30)
-    with closing(open_remote(settings)) as one, closing(open_remote(settings)) as other:
+    with closing(opened(settings)) as one, closing(opened(settings)) as other:
         write(one, K0)
         assert read(other, K0) == bytes(stored(meta_of(K0)))
     assert [path.name for path in (tmp_path / "new/kv").rglob("*") if path.is_file()] == [f"{K0.hex()}.safetensors"]
@@ -125,7 +130,7 @@ def test_a_shared_directory_of_the_settings_is_created(tmp_path):
 
 def test_an_option_that_the_library_does_not_know_is_named():
     with pytest.raises(ConfigError, match=r"remote_url \(S3 bucket chunks/kv\): .*nonsense.* is not valid"):
-        open_remote(Settings(remote_url="s3://chunks/kv?nonsense=1"))
+        opened(Settings(remote_url="s3://chunks/kv?nonsense=1"))
 
 
 def test_a_missing_package_is_named(monkeypatch):

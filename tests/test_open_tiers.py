@@ -25,7 +25,7 @@ def test_a_tier_whose_codec_is_missing_does_not_stay_open(tmp_path: Path, monkey
     monkeypatch.setattr(codec, "lz4_block", missing)
     remote = DictTier()
     remote.name, remote.shared = "redis", True
-    monkeypatch.setattr(tiers, "open_remote", lambda settings: remote)
+    monkeypatch.setattr(tiers, "open_remote", lambda settings, url: remote)
     given = {"local_disk": tmp_path, "max_local_disk_size": 0.01, "remote_url": "redis://cache"}
     with pytest.raises(ConfigError) as caught:
         open_tiers(Settings(**given, remote_serde="planes"), 2)
@@ -56,7 +56,7 @@ def test_records_in_redis_are_encoded_if_the_setting_says_so(
 ) -> None:
     remote, meta = DictTier(), meta_of(key_of(0), part_bytes=64 << 10)
     remote.name, remote.shared = "redis", True
-    monkeypatch.setattr(tiers, "open_remote", lambda settings: remote)
+    monkeypatch.setattr(tiers, "open_remote", lambda settings, url: remote)
     (tier,) = open_tiers(Settings(remote_url="redis://cache", **given), 2)
     numbers = torch.randn(meta.offset(meta.parts) // 2, generator=torch.Generator().manual_seed(0))
     tier.write(meta, [memoryview(numbers.bfloat16().view(torch.uint8).numpy())])

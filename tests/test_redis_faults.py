@@ -471,7 +471,9 @@ def test_one_timeout_or_three_other_failures_are_enough(redis, away, failures):
 
 @pytest.mark.parametrize(("given", "seconds"), [({}, 0.5), ({"remote_deadline": 2.0}, 2.0)])
 def test_the_kernel_waits_for_each_piece_as_long_as_the_setting_says(redis, given, seconds):
-    with contextlib.closing(open_remote(Settings(remote_url=redis.tcp_url(), **given))) as tier:
+    settings = Settings(remote_url=redis.tcp_url(), **given)
+    (remote,) = settings.remotes
+    with contextlib.closing(open_remote(settings, remote)) as tier:
         (server,) = servers_of(tier)
         with server.connection() as connection:
             assert connection.call("PING") == b"PONG"

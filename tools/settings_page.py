@@ -15,7 +15,8 @@ PURPOSES: dict[str, dict[str, str]] = {
         "max_local_cpu_size": "Size of the memory tier in GB (2**30 bytes). It is allocated at start.",
         "local_disk": "Directory of the disk tier. One process owns it.",
         "max_local_disk_size": "Size of the disk tier in GB. The oldest records are removed first.",
-        "remote_url": "Redis, bucket or directory to share chunks between processes and hosts ([storage](storage.md)).",
+        "remote_url": "Redis, bucket or directory to share chunks between processes and hosts, or several of them "
+        "([storage](storage.md)).",
         "remote_serde": "Codec of records in the remote store. `planes` pays on connections below 0.2 to 0.4 GB/s.",
         "remote_deadline": "Timeout of a response from the remote store, and of each piece of 256 KiB.",
         "remote_ttl": "Time to live of chunks in Redis.",

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmc.config.remote_url import parse_remote_url
+from lmc.config.remote_url import RemoteURL
 from lmc.config.settings import Settings
 from lmc.errors import ConfigError, CorruptRecord, InputError, TierUnusable
 from lmc.storage.tiers.disk import UNBOUNDED, DiskTier
@@ -50,10 +50,7 @@ def places(directory: Path | None) -> list[TierLocation]:
         return [_disk(directory)]
     settings = Settings.load()
     locations = [_disk(settings.local_disk)] if settings.local_disk is not None else []
-    if settings.remote_url is not None:
-        from lmc.storage.tiers.opening import open_remote
-
-        locations.append(TierLocation(str(parse_remote_url(settings.remote_url)), lambda _: open_remote(settings)))
+    locations += [_remote(settings, remote) for remote in settings.remotes]
     if not locations:
         raise ConfigError(
             "no tier: pass the directory of a disk tier, or set local_disk or remote_url (LMC_LOCAL_DISK, "
@@ -99,3 +96,9 @@ def find_namespace(prefix: str, namespaces: Iterable[bytes]) -> bytes:
 
 def _disk(directory: Path) -> TierLocation:
     return TierLocation(f"disk tier {directory}", lambda change: DiskTier(directory, UNBOUNDED, read_only=not change))
+
+
+def _remote(settings: Settings, remote: RemoteURL) -> TierLocation:
+    from lmc.storage.tiers.opening import open_remote
+
+    return TierLocation(str(remote), lambda _: open_remote(settings, remote))

@@ -3,7 +3,7 @@
 import os
 import re
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 REDIS_PORT, SENTINEL_PORT = 6379, 26379
@@ -35,6 +35,7 @@ class RedisURL:
     password: str | None = field(default=None, repr=False)
     tls: bool = False
     options: tuple[tuple[str, str | bool], ...] = ()  # TLS options with redis-py's names
+    place: ClassVar[str] = "redis"  # the name of the tier; see `lmc.storage.places`
 
     def __str__(self) -> str:
         """Return the address without the login."""

@@ -1,6 +1,7 @@
-"""Parses the URL of a remote tier: a Redis, an object store, or a directory that hosts share. Nothing is opened."""
+"""Parses the URLs of remote tiers: a Redis, an object store, or a directory that hosts share. Nothing is opened."""
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -18,6 +19,7 @@ STORES = {
     "file": "shared directory",
     "fs": "shared directory",  # LMCache's name
 }
+SEVERAL = re.compile(r"\s+(?=[a-z][\w+.-]*://)", re.IGNORECASE)  # The white space between two URLs.
 SECRET = re.compile("key|secret|token|password|sas|credential", re.IGNORECASE)
 
 
@@ -36,11 +38,33 @@ class ObjectURL:
         """Whether it is a directory that hosts share."""
         return not self.bucket
 
+    @property
+    def place(self) -> str:
+        """The name of the tier; see `lmc.storage.places`."""
+        return "directory" if self.is_directory else "objects"
+
     def __str__(self) -> str:
         return f"{STORES[self.scheme]} {'/'.join(filter(None, (self.bucket, self.path)))}"
 
 
 RemoteURL = RedisURL | ObjectURL
+
+
+def split_urls(value: object) -> list[str]:
+    """Return the URLs in a list, or in a text with white space between them."""
+    texts = value if isinstance(value, list | tuple) else [value]
+    return [url for text in texts for url in SEVERAL.split(str(text).strip()) if url]
+
+
+def parse_remote_urls(value: str) -> list[RemoteURL]:
+    """Return the parsed URLs of remote tiers, in their order.
+
+    Raises `ValueError` for an invalid URL, and for two tiers of the same kind.
+    """
+    remotes = [parse_remote_url(url) for url in split_urls(value)]
+    if why := _of_one_kind(remotes):
+        raise ValueError(why)
+    return remotes
 
 
 def parse_remote_url(url: str) -> RemoteURL:
@@ -54,13 +78,26 @@ def parse_remote_url(url: str) -> RemoteURL:
     return parse_redis_url(url)
 
 
-def why_wrong(url: object) -> str:
-    """Return why the URL of an object store or a shared directory is invalid; empty for all other URLs."""
-    if str(url).strip().partition("://")[0].lower() in STORES:
-        try:
-            parse_remote_url(str(url))
-        except ValueError as error:
-            return str(error)
+def why_wrong(value: object) -> str:
+    """Return why URLs of remote tiers are wrong; empty if only the URL of a Redis is."""
+    urls = split_urls(value)
+    for url in urls:
+        if url.partition("://")[0].lower() in STORES:
+            try:
+                parse_remote_url(url)
+            except ValueError as error:
+                return str(error)
+    with suppress(ValueError):
+        return _of_one_kind([parse_remote_url(url) for url in urls])
+    return ""
+
+
+def _of_one_kind(remotes: list[RemoteURL]) -> str:
+    """Return which two tiers are of the same kind; empty if there are none."""
+    first: dict[str, RemoteURL] = {}
+    for remote in remotes:
+        if first.setdefault(remote.place, remote) is not remote:
+            return f"two remote tiers of one kind: {first[remote.place]} and {remote}; leave one of the two out"
     return ""
 
 

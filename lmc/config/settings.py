@@ -17,7 +17,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
 from lmc.config.lmcache import FEATURES, feature_of, ignored, is_on, other_store
-from lmc.config.remote_url import parse_remote_url, why_wrong
+from lmc.config.remote_url import RemoteURL, parse_remote_urls, split_urls, why_wrong
 from lmc.config.sources import (
     REMOVED,
     Given,
@@ -77,9 +77,14 @@ def _socket(value: object) -> object:
     return path
 
 
-def _remote(url: str) -> str:
-    parse_remote_url(url)
-    return url
+def _urls(value: object) -> object:
+    """Return the URLs of a list as one text."""
+    return _optional(" ".join(split_urls(value)) if isinstance(value, list | tuple) else value)
+
+
+def _remotes(urls: str) -> str:
+    parse_remote_urls(urls)
+    return urls
 
 
 Whole = Annotated[int, BeforeValidator(_number)]
@@ -107,13 +112,13 @@ class Settings(BaseModel):
         None, description="one directory, written as a path or as file:///path"
     )
     max_local_disk_size: Real = Field(10.0, ge=0, description="a number of GB")
-    remote_url: Annotated[Annotated[str, AfterValidator(_remote)] | None, BeforeValidator(_optional)] = Field(
+    remote_url: Annotated[Annotated[str, AfterValidator(_remotes)] | None, BeforeValidator(_urls)] = Field(
         None,
         repr=False,
         description="redis://[user:password@]host[:port][/db], rediss:// for TLS, unix:///path[?db=0], "
         "redis-cluster://host:port,host:port or redis-sentinel://host:port,host:port/service[/db]; rediss-… with TLS; "
         "s3://bucket/prefix, gs://bucket/prefix, az://account/container/prefix, or file:///directory that hosts share, "
-        "with credentials from the environment",
+        "with credentials from the environment; or several of these, the nearest first",
     )
     remote_serde: Codec = Field("none", description="none (or naive, its other name) or planes")
     remote_deadline: Real = Field(0.5, gt=0, description="a number of seconds above 0")
@@ -214,6 +219,11 @@ class Settings(BaseModel):
         """Whether known documents are found anywhere in a prompt."""
         return self.enable_blending and self.blend_find != "separators"
 
+    @property
+    def remotes(self) -> list[RemoteURL]:
+        """The addresses of the remote tiers, nearest first."""
+        return parse_remote_urls(self.remote_url) if self.remote_url else []
+
     def origin(self, name: str) -> str:
         """Return the source of a setting's value as text; raise `KeyError` for an unknown setting."""
         return self._origins[name]
@@ -235,7 +245,9 @@ def _conflicts(settings: Settings) -> Iterator[tuple[str, str, str]]:
 
 
 def _wrong_value(name: str, value: object, origin: str) -> str:
-    if name == "remote_url" and (why := other_store(value) or why_wrong(value)):
+    if name == "remote_url" and (
+        why := "; ".join(filter(None, map(other_store, split_urls(value)))) or why_wrong(value)
+    ):
         return f"remote_url ({origin}): {why}"
     return f"{_described(name, value, origin)} must be {Settings.model_fields[name].description}"
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from lmc.config.lmcache import ALIASES, LOSSY, NESTED, feature_of, ignored, is_on, login_names, with_login
-from lmc.config.remote_url import parse_remote_url
+from lmc.config.remote_url import parse_remote_urls, split_urls
 from lmc.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class Source:
             return
         origin = f"{given.origin}, in {NESTED}"
         more = {_bare(str(key)): value for key, value in (nested or {}).items()}
-        if "remote_url" in self.own:
+        if "remote_url" in self.own and len(split_urls(self.own["remote_url"].value)) == 1:
             url, where = self.own["remote_url"]
             self.own["remote_url"] = Given(with_login(str(url), more), where)
             for name in login_names(url).values():
@@ -139,9 +139,9 @@ def shown(name: str, value: object) -> str:
     """Return the value of a setting as text without passwords."""
     if name == "admin_token" and value is not None:
         return "***"
-    if name == "remote_url" and value is not None:  # The URL may contain a password.
+    if name == "remote_url" and value is not None:  # A URL may contain a password.
         try:
-            parse_remote_url(str(value))
+            parse_remote_urls(" ".join(split_urls(value)))
         except ValueError:
             return "(not shown)"  # Any part of an invalid URL may be a password.
     text = str(value) if isinstance(value, Path) else repr(list(value) if isinstance(value, tuple) else value)

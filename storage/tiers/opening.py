@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from lmc.config.redis_url import RedisURL
-from lmc.config.remote_url import ObjectURL, RemoteURL, parse_remote_url
+from lmc.config.remote_url import ObjectURL, RemoteURL
 from lmc.config.settings import Settings
 from lmc.errors import ConfigError, TierUnusable
 from lmc.shapes import GIB
@@ -46,7 +46,7 @@ def coded(tiers: Sequence[Tier], settings: Settings, item_bytes: int) -> list[Ti
 def described(settings: Settings) -> str:
     """Return a description of the settings' tiers, for a log line."""
     disk = f"{settings.local_disk} ({settings.max_local_disk_size:g} GB)" if settings.local_disk else "no disk"
-    return f"{disk}, {parse_remote_url(settings.remote_url)}" if settings.remote_url else disk
+    return ", ".join([disk, *map(str, settings.remotes)])
 
 
 def open_plain_tiers(settings: Settings) -> list[Tier]:
@@ -64,31 +64,29 @@ def open_plain_tiers(settings: Settings) -> list[Tier]:
                 )
             disk = DiskTier(settings.local_disk, capacity, document_share=settings.document_share)
             tiers.append(opened.enter_context(closing(disk)))
-        if settings.remote_url is not None:
-            tiers.append(opened.enter_context(closing(open_remote(settings))))
+        tiers += [opened.enter_context(closing(open_remote(settings, remote))) for remote in settings.remotes]
         opened.pop_all()
     return tiers
 
 
-def open_remote(settings: Settings) -> ListedTier:
-    """Open the remote tier. Raises `TierUnusable`, or `ConfigError` if a package for it is missing."""
-    assert settings.remote_url is not None
-    remote = parse_remote_url(settings.remote_url)
+def open_remote(settings: Settings, remote: RemoteURL) -> ListedTier:
+    """Open a remote tier. Raises `TierUnusable`, or `ConfigError` if a package for it is missing."""
     tier, of_remote = _tier_class(remote), {"deadline": settings.remote_deadline, "prefix": settings.remote_prefix}
     if isinstance(remote, RedisURL):
         return tier(remote, ttl=settings.remote_ttl, **of_remote)
     if settings.remote_ttl:
         log.warning(
-            "remote_ttl = %d has no effect: objects expire by a lifecycle rule of the bucket, or with lmc clear",
+            "remote_ttl = %d has no effect in %s: objects expire by a lifecycle rule of the bucket, or with lmc clear",
             settings.remote_ttl,
+            remote,
         )
-    return tier(object_store(remote, settings.remote_deadline), str(remote), **of_remote)
+    return tier(object_store(remote, settings.remote_deadline), str(remote), name=remote.place, **of_remote)
 
 
 def check_packages(settings: Settings) -> None:
     """Raise `ConfigError` if a package for the tiers of the settings, or for their codecs, is missing."""
-    if settings.remote_url is not None:
-        _tier_class(parse_remote_url(settings.remote_url))
+    for remote in settings.remotes:
+        _tier_class(remote)
     if settings.remote_serde != NO_CODEC:
         lz4_block()
 

@@ -73,7 +73,6 @@ class _Announced(threading.local):
 class ObjectTier:
     """Records in an object store. It has no bound, and evicts nothing itself."""
 
-    name = "objects"
     shared = True
 
     def __init__(
@@ -81,6 +80,7 @@ class ObjectTier:
         store: Any,
         title: str,
         *,
+        name: str = "objects",
         deadline: float = 0.5,
         prefix: str = "lmc",
         lookup_seconds: float = LOOKUP_SECONDS,
@@ -88,9 +88,9 @@ class ObjectTier:
         """Make the first contact with a store of `obstore`.
 
         A store that does not respond causes a warning, and is used as soon as it responds. Raises `TierUnusable` if it
-        refuses access. `title` is the store's name in messages.
+        refuses access. `title` is the store's name in messages, `name` that of the tier.
         """
-        self.corrupt = 0
+        self.name, self.corrupt = name, 0
         self._store, self._title, self._folder = store, title, f"{prefix}/{FORMAT}"
         self._ours = re.compile(re.escape(self._folder) + r"/[0-9a-f]{2}/([0-9a-f]{64})" + re.escape(SUFFIX))
         # From a directory, ranges are faster: the library streams a file in pieces of 8 KiB (0.3 instead of 2.4 GB/s).
