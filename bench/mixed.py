@@ -1,6 +1,6 @@
 """Mixed traffic of a chat application for half an hour, with restarts: vLLM with lmc against vLLM without it.
 
-    python bench/mixed.py [--model smollm2] [--minutes 30] [--restarts 4] [--twice]
+    python bench/mixed.py [--model smollm2] [--minutes 30] [--restarts 4] [--pause 0.25] [--twice]
 
 Every request goes to both engines, shortly after each other and in a random order. Its twin in vLLM without lmc says
 how long it takes there. The result is, for each kind of request, how much longer it takes with lmc until the first and
@@ -8,8 +8,9 @@ until the last token: quotients of twins; the median and the 99th percentile are
 `--twice` has a second engine without lmc, and shows what the machine's own noise does to the same quotients.
 
 lmc has the settings of a user who enables blending and gives it a disk. It knows nothing at first. Between requests
-there are pauses of a quarter of a second on average, in which an engine may do what it has left to do. A restart ends
-all engines; lmc then has what is on its disk. Kinds of requests:
+there are pauses of `--pause` seconds on average, in which an engine may do what it has left to do. With SmolLM2 on two
+cores, where requests take 2 to 7 s, the default is a server that is never idle. A restart ends all engines; lmc then
+has what is on its disk. Kinds of requests:
 
     first           the first turn of a conversation: documents that the application has used before, and a question
     later           a further turn of one of the conversations that are open; they have six turns
@@ -37,7 +38,6 @@ from lmc.demo.random_model import machine
 
 SHARES = {"first": 3, "later": 9, "question": 2, "instructions": 1, "unknown": 1, "text": 1, "chat": 3, "together": 2}
 OPEN = 4  # conversations
-PAUSE_SECONDS = 0.25  # on average, between requests
 LONGEST = ROOM["max_model_len"] - 2 * ANSWER  # tokens of a prompt
 
 Prompts = dict[str, list[int]]  # what each engine is asked: later turns have the engine's own answers
@@ -108,7 +108,9 @@ class Application:
         return dict.fromkeys(self._names, prompt)
 
 
-def run(chats: ChatTokens, names: Sequence[str], minutes: float, restarts: int, disk: str) -> dict[str, Any]:
+def run(
+    chats: ChatTokens, names: Sequence[str], minutes: float, restarts: int, pause_seconds: float, disk: str
+) -> dict[str, Any]:
     """Return the quotients of each kind, and what lmc has counted."""
     application, counts = Application(chats, names), Counter[str]()
     twins: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -130,7 +132,7 @@ def run(chats: ChatTokens, names: Sequence[str], minutes: float, restarts: int, 
                 twins[kind].append({name: {what: one[what][number] for what in one} for name, one in measured.items()})
                 if conversation is not None:
                     application.answered(conversation, answers)
-            pause = application.draw.expovariate(1 / PAUSE_SECONDS)
+            pause = application.draw.expovariate(1 / pause_seconds)
             for name in names:
                 engines[name].settle(pause)
         counts.update({key: int(engines[LMC].numbers().get(key, 0)) for key in COUNTED})
@@ -171,16 +173,19 @@ def main() -> None:
     arguments.add_argument("--model", choices=(SMALL, SMOLLM2), default=SMOLLM2)
     arguments.add_argument("--minutes", type=float, default=30.0)
     arguments.add_argument("--restarts", type=int, default=4)
+    arguments.add_argument("--pause", type=float, default=0.25, help="seconds between requests, on average")
     arguments.add_argument("--twice", action="store_true", help="a second engine without lmc, to show the noise")
     options = arguments.parse_args()
     names = [PLAIN, LMC, *([AGAIN] if options.twice else [])]
     print(machine())
     with tempfile.TemporaryDirectory(prefix="lmc-bench-") as disk:
-        found = run(ChatTokens.of(options.model), names, options.minutes, options.restarts, disk)
+        found = run(ChatTokens.of(options.model), names, options.minutes, options.restarts, options.pause, disk)
     for kind, numbers in found["by_kind"].items():
         print(f"{kind:14} {numbers}")
-    line = {"bench": "mixed", "minutes": options.minutes, "restarts": options.restarts, "model": options.model}
-    closing_line(line | found, "mixed" if options.keep else None)
+    line = {"bench": "mixed", "model": options.model} | {
+        name: getattr(options, name) for name in ("minutes", "restarts", "pause")
+    }
+    closing_line(line | found, f"mixed_{options.pause:g}" if options.keep else None)
 
 
 if __name__ == "__main__":

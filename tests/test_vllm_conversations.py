@@ -599,6 +599,32 @@ def test_nothing_is_computed_again_where_no_turn_follows(lab: Lab, monkeypatch: 
     assert lab.scheduler.numbers()["backfills"] == 3
 
 
+def test_the_request_that_ended_last_is_computed_exactly_first(lab: Lab) -> None:
+    """On an engine that is seldom idle, a conversation that goes on always came last."""
+    lab.serve("first", chat(DOC_A, DOC_B))
+    lab.serve("second", chat(DOC_B, DOC_A))
+    lab.workers.slow = True
+    (job,) = lab.step().backfill
+    assert job.tokens[: len(chat(DOC_B, DOC_A)) - 16] == tuple(chat(DOC_B, DOC_A))[:-16]
+    lab.workers.slow = False
+
+
+def test_a_backfill_goes_on_after_an_answer_that_takes_longer_than_a_few_seconds(lab: Lab) -> None:
+    """It was given up after five seconds of other work, and the next turn revised the blend."""
+    first_turn(lab, chat(DOC_A, DOC_B))
+    lab.workers.slow = True
+    lab.step()
+    request = lab.arrive("busy", list(range(900, 940)), {"blend": False})
+    lab.admit(request)
+    lab.compute(request, 16)
+    lab.now += 30
+    assert not lab.compute(request, 24).cancel
+    lab.finish(request)
+    lab.workers.slow = False
+    lab.settle()
+    assert lab.scheduler.numbers()["backfills"] == 1
+
+
 def test_requests_to_learn_are_no_blends_that_nothing_follows(make, monkeypatch: pytest.MonkeyPatch) -> None:
     """After sixteen documents had been learned, the turns of the first conversations were five times slower."""
     monkeypatch.setattr(backfill, "TRIALS", 1)

@@ -9,7 +9,8 @@ layer a step. The blocks are added to vLLM's own prefix cache under their exact 
 exact blocks, as it would without lmc. A later turn that comes before the backfill ends revises the blend
 (`revision.py`).
 
-When too few blends are followed by another turn or another question, only conversations that went on are backfilled.
+The request that ended last comes first: its conversation is the most likely to go on. When too few blends are followed
+by another turn or another question, only conversations that went on are backfilled.
 """
 
 from collections import OrderedDict
@@ -104,7 +105,7 @@ class Backfill:
         if self._under_way is not None:
             return None
         while self._waiting:
-            _, (request, salts) = self._waiting.popitem(last=False)
+            _, (request, salts) = self._waiting.popitem()
             one = self._blended(request, salts)
             count = self._known(one)
             known = [self._pool.get_cached_block(block, self._groups.all) for block in one.hashes[:count]]

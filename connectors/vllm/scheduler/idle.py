@@ -1,14 +1,14 @@
 """Idle jobs: jobs that are computed only in steps in which the engine computes nothing else.
 
 An idle job runs only after the engine has rested for a moment, because programs often send the next request at once,
-and that request would wait for a slice of the job. An idle job holds blocks of the engine all the time. It is given up
-if it waits too long for an idle step.
+and that request would wait for a slice of the job. Between idle steps it waits and keeps its blocks, because most
+answers take seconds. It is given up if these blocks are needed, or if it waits too long.
 """
 
 from collections.abc import Callable
 
 REST_SECONDS = 0.05  # how long the engine must have computed nothing before an idle job begins or continues
-MAX_PAUSE_SECONDS = 5.0  # how long a job may hold its blocks while requests run
+MAX_PAUSE_SECONDS = 60.0  # how long a job may hold its blocks while requests run
 
 
 class IdleJob:
