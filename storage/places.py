@@ -24,6 +24,7 @@ PLACES = (
     Place(name="disk", title="disk", medium="STORAGE", hit_source="DISK"),
     # Not announced: they evict by themselves without reporting it.
     Place(name="redis", title="Redis"),
+    Place(name="mooncake", title="Mooncake"),
     Place(name="directory", title="shared directory"),
     Place(name="objects", title="object store"),
 )

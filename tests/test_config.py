@@ -454,10 +454,12 @@ class TestLMCache:
         assert getattr(from_yaml(tmp_path, f"{old}: 0.25"), new) == 0.25
         assert "set again" in refusal({old: 1, new: 1})
 
-    @pytest.mark.parametrize("scheme", ["mooncakestore", "infinistore", "lm", "nixl"])
+    @pytest.mark.parametrize("scheme", ["infinistore", "lm", "nixl", "hf3fs"])
     def test_another_store_is_named_by_its_scheme_and_its_url_is_not_shown(self, scheme: str) -> None:
         said = refusal({"remote_url": f"{scheme}://user:hunter2@host:1/kv"})
-        are = "Redis (redis://…), object stores (s3://…, gs://…, az://…) and shared directories (file:///…) are"
+        are = (
+            "Redis (redis://…), Mooncake (mooncake://…), object stores (s3://…, gs://…, az://…) and shared directories"
+        )
         assert said.startswith(f"remote_url (override remote_url): {scheme}:// is not there yet; {are}")
         assert "hunter2" not in said
 

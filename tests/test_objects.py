@@ -117,7 +117,9 @@ def test_a_bucket_of_the_settings_is_opened(s3, caplog):
         write(tier, K0)
         assert read(tier, K0) == bytes(stored(meta_of(K0)))
         assert len(list(tier.entries())) == 1
-    assert "remote_ttl = 60 has no effect in S3 bucket chunks/settings: objects expire by a lifecycle rule" in caplog.text
+    assert (
+        "remote_ttl = 60 has no effect in S3 bucket chunks/settings: objects expire by a lifecycle rule" in caplog.text
+    )
 
 
 def test_a_shared_directory_of_the_settings_is_created(tmp_path):

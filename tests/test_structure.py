@@ -98,7 +98,12 @@ def test_arrows_point_down() -> None:
 
 # What rooms may know of others that are below them, if that is not everything.
 KNOWN = {
-    ("lmc.storage", "lmc.config"): {"lmc.config.redis_url", "lmc.config.remote_url", "lmc.config.settings"},
+    ("lmc.storage", "lmc.config"): {
+        "lmc.config.mooncake_url",
+        "lmc.config.redis_url",
+        "lmc.config.remote_url",
+        "lmc.config.settings",
+    },
     ("lmc.blend", "lmc.config"): {"lmc.config.settings"},
     ("lmc.documents", "lmc.blend"): {"lmc.blend.markers", "lmc.blend.segments"},
     ("lmc.server", "lmc.blend"): set(),

@@ -7,8 +7,10 @@ missing in lmc is rejected with an alternative. Names are regular expressions th
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from urllib.parse import quote, urlencode
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
+from lmc.config.mooncake_url import OPTIONS as MOONCAKE_OPTIONS
+from lmc.config.mooncake_url import SCHEMES as MOONCAKE_SCHEMES
 from lmc.config.remote_url import STORES
 
 # Names in older versions of LMCache, for settings that lmc has.
@@ -25,6 +27,7 @@ S3_NAMES = {
     "disable_tls": "disable_tls",
     "s3_express": "s3_enable_s3express",
 }
+REDIS = r"rediss?\b|unix\b|valkeys?\b|resp\b"  # the beginnings of schemes that are a Redis
 LOSSY = ("cachegen", "kivi")  # codecs that lose precision
 NESTED = "extra_config"  # a mapping of further settings
 
@@ -41,7 +44,10 @@ IGNORED: Mapping[str, str] = {
     "min_retrieve_tokens|retrieve_buffer_size": "exact hits have no such bound; for blending there is blend_min_tokens",
     "save_only_first_rank|save_chunk_meta|force_store_wait|discard_partial_chunks": "the model decides what is saved",
     "lookup_.*|external_lookup_client|enable_scheduler_bypass_lookup|.*chunk_lookup.*": _SYNCHRONOUS,
-    "blocking_timeout_secs": "remote_deadline is how long Redis may take to answer, load_deadline how long a tier may",
+    "blocking_timeout_secs|transfer_timeout": "remote_deadline is how long a remote store may take to answer, "
+    "load_deadline how long a tier may",
+    "master_server_address": "remote_url names the master of a Mooncake Store",
+    "storage_root_dir|mooncake_.*|use_exists_sync": "Mooncake places records by its own rules",
     "pin_.*": "a pin ends with the request that holds it, so none has to be timed out",
     "reserve_local_cpu_size|enable_lazy_memory_allocator|lazy_memory_.*": _UP_FRONT,
     "local_cpu_use_hugepages": "the kernel's own page policy holds",
@@ -144,6 +150,8 @@ def login_names(url: object) -> dict[str, str]:
     """Return the names of the settings in `extra_config` for the parts of a remote URL."""
     if _is_s3(url):
         return S3_NAMES
+    if _is_mooncake(url):
+        return {name: name for name in MOONCAKE_OPTIONS}
     prefix = "valkey_" if str(url).strip().lower().startswith("valkey") else ""
     return {name: prefix + name for name in ("username", "password", "database")}
 
@@ -152,6 +160,8 @@ def with_login(url: str, more: Mapping[str, object]) -> str:
     """Return the URL of a remote store with the login, and what else is part of it, from LMCache's `extra_config`."""
     if _is_s3(url):
         return _with_bucket(url, {part: more[name] for part, name in S3_NAMES.items() if more.get(name)})
+    if _is_mooncake(url):
+        return _with_options(url, {name: more[name] for name in MOONCAKE_OPTIONS if more.get(name)})
     scheme, mark, rest = url.partition("://")
     user, password, database = (more.get(name) for name in login_names(url).values())
     if not mark or "@" in rest:
@@ -161,6 +171,16 @@ def with_login(url: str, more: Mapping[str, object]) -> str:
 
 def _is_s3(url: object) -> bool:
     return str(url).strip().lower().startswith("s3://")
+
+
+def _is_mooncake(url: object) -> bool:
+    return str(url).strip().lower().startswith(tuple(f"{scheme}://" for scheme in MOONCAKE_SCHEMES))
+
+
+def _with_options(url: str, given: Mapping[str, object]) -> str:
+    """Return the URL of a Mooncake Store with options that it does not have yet."""
+    before = dict(parse_qsl(urlsplit(url.strip()).query))
+    return f"{url.strip().partition('?')[0]}?{urlencode(dict(given) | before)}"
 
 
 def _with_bucket(url: str, given: Mapping[str, object]) -> str:
@@ -188,10 +208,13 @@ def _login(user: object, password: object) -> str:
 def other_store(url: object) -> str:
     """Return why lmc does not support a remote store; empty if the URL's scheme is supported."""
     scheme = re.match(r"\s*([a-z][\w+.-]*)://", str(url), re.IGNORECASE)
-    if not scheme or scheme[1].lower() in STORES or re.match(r"rediss?\b|unix\b|valkeys?\b|resp\b", scheme[1].lower()):
+    if not scheme or scheme[1].lower() in (*STORES, *MOONCAKE_SCHEMES) or re.match(REDIS, scheme[1].lower()):
         return ""
     near = {
         "lm": ". For the engines of one host, `lmc serve` is one store (server: unix:///run/lmc.sock)",
     }.get(scheme[1].lower(), "")
-    there = "Redis (redis://…), object stores (s3://…, gs://…, az://…) and shared directories (file:///…) are"
+    there = (
+        "Redis (redis://…), Mooncake (mooncake://…), object stores (s3://…, gs://…, az://…) and shared directories "
+        "(file:///…) are"
+    )
     return f"{scheme[1]}:// is not there yet; {there}{near}. Remove it, or name one of these"

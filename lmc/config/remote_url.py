@@ -1,4 +1,7 @@
-"""Parses the URLs of remote tiers: a Redis, an object store, or a directory that hosts share. Nothing is opened."""
+"""Parses the URLs of remote tiers: a Redis, a Mooncake Store, an object store, or a shared directory.
+
+Nothing is opened.
+"""
 
 import re
 from contextlib import suppress
@@ -6,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from lmc.config.mooncake_url import SCHEMES, MooncakeURL, parse_mooncake_url
 from lmc.config.redis_url import RedisURL, parse_redis_url
 
 # Titles of object stores by URL scheme.
@@ -47,7 +51,7 @@ class ObjectURL:
         return f"{STORES[self.scheme]} {'/'.join(filter(None, (self.bucket, self.path)))}"
 
 
-RemoteURL = RedisURL | ObjectURL
+RemoteURL = RedisURL | MooncakeURL | ObjectURL
 
 
 def split_urls(value: object) -> list[str]:
@@ -75,14 +79,14 @@ def parse_remote_url(url: str) -> RemoteURL:
     scheme, mark, _ = url.strip().partition("://")
     if mark and scheme.lower() in STORES:
         return _parse_object_url(url.strip(), scheme.lower())
-    return parse_redis_url(url)
+    return parse_mooncake_url(url) if mark and scheme.lower() in SCHEMES else parse_redis_url(url)
 
 
 def why_wrong(value: object) -> str:
     """Return why URLs of remote tiers are wrong; empty if only the URL of a Redis is."""
     urls = split_urls(value)
     for url in urls:
-        if url.partition("://")[0].lower() in STORES:
+        if url.partition("://")[0].lower() in (*STORES, *SCHEMES):
             try:
                 parse_remote_url(url)
             except ValueError as error:

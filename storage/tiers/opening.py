@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing
 from datetime import timedelta
 from typing import Any
 
+from lmc.config.mooncake_url import MooncakeURL
 from lmc.config.redis_url import RedisURL
 from lmc.config.remote_url import ObjectURL, RemoteURL
 from lmc.config.settings import Settings
@@ -20,6 +21,13 @@ from lmc.storage.tiers.tier import ListedTier, Tier
 log = logging.getLogger(__name__)
 
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")  # variables with the address of another S3
+PACKAGES = {
+    "redis": "'redis[hiredis]' lz4",
+    "mooncake": "mooncake-transfer-engine (or -cuda13; -non-cuda on hosts without GPUs)",
+    "objects": "obstore cachetools",
+    "directory": "obstore cachetools",
+}
+LIBRARIES = "Mooncake needs apt-get install libibverbs1 libnl-3-200 libnuma1"
 ANSWER_SECONDS = 60.0  # An object store has to answer a request completely within this time.
 
 
@@ -75,11 +83,10 @@ def open_remote(settings: Settings, remote: RemoteURL) -> ListedTier:
     if isinstance(remote, RedisURL):
         return tier(remote, ttl=settings.remote_ttl, **of_remote)
     if settings.remote_ttl:
-        log.warning(
-            "remote_ttl = %d has no effect in %s: objects expire by a lifecycle rule of the bucket, or with lmc clear",
-            settings.remote_ttl,
-            remote,
-        )
+        instead = "Mooncake evicts" if isinstance(remote, MooncakeURL) else "objects expire by a lifecycle rule"
+        log.warning("remote_ttl = %d has no effect in %s: %s", settings.remote_ttl, remote, instead)
+    if isinstance(remote, MooncakeURL):
+        return tier(remote, **of_remote)
     return tier(object_store(remote, settings.remote_deadline), str(remote), name=remote.place, **of_remote)
 
 
@@ -97,12 +104,17 @@ def _tier_class(remote: RemoteURL) -> Callable[..., ListedTier]:
             from lmc.storage.tiers.redis import RedisTier
 
             return RedisTier
+        if isinstance(remote, MooncakeURL):
+            from lmc.storage.tiers.mooncake import MooncakeTier
+
+            return MooncakeTier
         from lmc.storage.tiers.objects import ObjectTier
 
         return ObjectTier
     except ImportError as error:
-        packages = "'redis[hiredis]' lz4" if isinstance(remote, RedisURL) else "obstore cachetools"
-        raise ConfigError(f"remote_url needs the package {error.name}: pip install {packages}") from None
+        if error.name is None:  # A library of the system is missing, such as libibverbs.so.1.
+            raise ConfigError(f"remote_url ({remote}): {error}; {LIBRARIES}") from None
+        raise ConfigError(f"remote_url needs the package {error.name}: pip install {PACKAGES[remote.place]}") from None
 
 
 def object_store(remote: ObjectURL, deadline: float) -> Any:

@@ -26,23 +26,16 @@ from typing import Any
 from cachetools import TTLCache
 from obstore.store import LocalStore
 
-from lmc.errors import CorruptRecord, TierUnusable
+from lmc.errors import TierUnusable
 from lmc.keys import FORMAT, ChunkKey
 from lmc.shapes import ALIGN
 from lmc.storage.locks import Rank, new_lock
-from lmc.storage.tiers.breaker import FAILURES, Breaker, WritePause
+from lmc.storage.tiers.breaker import FAILURES, WritePause
 from lmc.storage.tiers.objects.calls import MISSING, Calls
 from lmc.storage.tiers.objects.reader import ObjectReader, ObjectStream
-from lmc.storage.tiers.record import (
-    SUFFIX,
-    RecordMeta,
-    checksums,
-    encode_header,
-    file_of,
-    removed_if_corrupt,
-    verify_parts,
-)
-from lmc.storage.tiers.tier import Entry, Finding, Written
+from lmc.storage.tiers.pool import PoolTier
+from lmc.storage.tiers.record import SUFFIX, RecordMeta, checksums, encode_header, file_of, removed_if_corrupt
+from lmc.storage.tiers.tier import Entry, Written
 
 PROMPTLY = 0.4  # share of the deadline for a lookup
 KNOWN_KEYS = 1 << 16  # keys that are remembered as present, and as absent
@@ -70,10 +63,8 @@ class _Announced(threading.local):
         self.ahead = AHEAD_BYTES  # bytes of each that are received before they are read
 
 
-class ObjectTier:
+class ObjectTier(PoolTier):
     """Records in an object store. It has no bound, and evicts nothing itself."""
-
-    shared = True
 
     def __init__(
         self,
@@ -90,8 +81,8 @@ class ObjectTier:
         A store that does not respond causes a warning, and is used as soon as it responds. Raises `TierUnusable` if it
         refuses access. `title` is the store's name in messages, `name` that of the tier.
         """
-        self.name, self.corrupt = name, 0
-        self._store, self._title, self._folder = store, title, f"{prefix}/{FORMAT}"
+        super().__init__(name, title)
+        self._store, self._folder = store, f"{prefix}/{FORMAT}"
         self._ours = re.compile(re.escape(self._folder) + r"/[0-9a-f]{2}/([0-9a-f]{64})" + re.escape(SUFFIX))
         # From a directory, ranges are faster: the library streams a file in pieces of 8 KiB (0.3 instead of 2.4 GB/s).
         self._streams = not isinstance(store, LocalStore)
@@ -103,17 +94,11 @@ class ObjectTier:
         self._lookup_seconds = lookup_seconds
         self._announced = _Announced()
         self._pause, self._failed_writes = WritePause(), 0  # failures in a row
-        self._breaker = Breaker(title, self._greet)
         try:
             self._breaker.start()
         except BaseException:
             self._calls.close()
             raise
-
-    @property
-    def usable(self) -> bool:
-        """Whether the store responds. While it does not, every lookup is a miss without waiting."""
-        return self._breaker.usable
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Check keys, by remembered answers or by one request for each key. A key without an answer is missing."""
@@ -154,7 +139,7 @@ class ObjectTier:
             mine.streams[following] = self._begin(following)
         try:
             with removed_if_corrupt(self.discard, key):
-                return self._reader(key, self._answer(stream), self.discard)
+                return self._reader_of(key, self._answer(stream), self.discard)
         except FileNotFoundError:
             self._learn(key, present=False)
             return None
@@ -198,11 +183,6 @@ class ObjectTier:
         self._learn(key, present=False)
         return there
 
-    def discard(self, key: ChunkKey) -> None:
-        """Remove a corrupt record, and count it."""
-        self.corrupt += 1
-        self.delete(key)
-
     def entries(self) -> Iterator[Entry]:
         """Return the records, first written first: an object store does not know when an object was last read."""
         found, stream = list[Entry](), self._store.list(f"{self._folder}/", chunk_size=LISTED).__aiter__()
@@ -212,17 +192,6 @@ class ObjectTier:
                     key = ChunkKey(bytes.fromhex(match[1]))
                     found.append(Entry(key=key, bytes=one["size"], used=one["last_modified"].timestamp()))
         return iter(sorted(found, key=lambda entry: entry.used))
-
-    def check(self, fix: bool = False) -> list[Finding]:
-        """Read and verify every record. With `fix`, remove corrupt records."""
-        findings = []
-        for entry in self.entries():
-            problem = self._problem(entry.key)
-            if problem:
-                findings.append(Finding(where=self._path(entry.key), problem=problem, fixed=fix))
-                if fix:
-                    self.discard(entry.key)
-        return findings
 
     def close(self) -> None:
         """End all requests."""
@@ -251,7 +220,10 @@ class ObjectTier:
         ahead = self._announced.ahead if self._streams else ALIGN
         return self._calls.begin(ObjectStream.of(self._store, self._path(key), ahead))
 
-    def _reader(self, key: ChunkKey, stream: ObjectStream, discard: Callable[[ChunkKey], object]) -> ObjectReader:
+    def _reader(self, key: ChunkKey, discard: Callable[[ChunkKey], object]) -> ObjectReader:
+        return self._reader_of(key, self._answer(self._begin(key)), discard)
+
+    def _reader_of(self, key: ChunkKey, stream: ObjectStream, discard: Callable[[ChunkKey], object]) -> ObjectReader:
         path = self._path(key)
         try:
             return ObjectReader(
@@ -279,27 +251,6 @@ class ObjectTier:
             raise
         except TierUnusable as error:
             raise PermissionError(str(error)) from None
-
-    @contextlib.contextmanager
-    def _reported(self) -> Iterator[None]:
-        """Report to the breaker whether the store works.
-
-        Raises `OSError` if the store no longer grants access, or at once if it does not respond.
-        """
-        if not self.usable:
-            raise OSError(f"{self._title} does not respond")
-        try:
-            yield
-        except FileNotFoundError:
-            self._breaker.worked()
-            raise
-        except TierUnusable as error:
-            self._breaker.open(error)
-            raise OSError(str(error)) from None
-        except OSError as error:
-            self._breaker.failed(error)
-            raise
-        self._breaker.worked()
 
     def _learn(self, key: ChunkKey, *, present: bool) -> None:
         """Remember whether a record is present."""
@@ -339,18 +290,6 @@ class ObjectTier:
         except MISSING:
             return False
         return True
-
-    def _problem(self, key: ChunkKey) -> str:
-        """Return the problem of a record, or an empty string. This removes nothing."""
-        try:
-            stream = self._answer(self._begin(key))
-            with contextlib.closing(self._reader(key, stream, lambda _: None)) as reader:
-                verify_parts(reader.meta, reader.verified)
-        except FileNotFoundError:
-            return ""  # It was removed after it was listed.
-        except CorruptRecord as error:
-            return str(error)
-        return ""
 
 
 def _close(stream: "Future[ObjectStream]") -> None:

@@ -1,0 +1,97 @@
+"""Read a record from a Mooncake Store: pieces are requested early, and their parts are copied and verified."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from lmc.keys import ChunkKey
+from lmc.storage.tiers.mooncake.client import BUFFER_BYTES, PoolClient, RangeRequest
+from lmc.storage.tiers.record import (
+    RecordMeta,
+    checksum,
+    compare,
+    header_of,
+    header_size,
+    removed_if_corrupt,
+    split_parts,
+)
+
+
+class MooncakeReader:
+    """An open record."""
+
+    def __init__(
+        self,
+        client: PoolClient,
+        name: str,
+        key: ChunkKey,
+        head: tuple[int, bytes],
+        discard: Callable[[ChunkKey], object],
+        reported: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Verify the header. `head` is the size of the object and its first bytes.
+
+        `discard` removes a record if a later read finds a corrupt part. `reported` is a context in which answers are
+        awaited, so that the circuit breaker hears of missing ones.
+        """
+        size, first = head
+        self._client, self._name, self._discard, self._reported = client, name, discard, reported
+        self._size = size
+        self._pieces: dict[int, RangeRequest] = {}  # requested pieces of `BUFFER_BYTES`, by number
+        self._start = header_size(first[:8], size)
+        header = bytearray(self._start)
+        if self._start <= len(first):
+            header[:] = first[: self._start]
+        else:
+            self._fill([memoryview(header)], 0)
+        self.meta: RecordMeta = header_of(bytes(header), key, size)
+
+    def request(self, first: int, count: int) -> None:
+        """Request these parts, to be read later, as far as there are buffers for them."""
+        start, stop = (self._start + self.meta.offset(part) for part in (first, first + count))
+        for number in _numbers(start, stop):
+            if number not in self._pieces and (request := self._request(number, now=False)) is not None:
+                self._pieces[number] = request
+
+    def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
+        """Fill `into` with `count` parts, and verify each part. A corrupt part deletes the record."""
+        with removed_if_corrupt(self._discard, self.meta.key):
+            self.verified(first, count, into)
+
+    def verified(self, first: int, count: int, into: Sequence[memoryview]) -> None:
+        """Fill `into` with `count` parts. Raises `CorruptRecord` for a corrupt part, without deleting the record."""
+        parts = split_parts(into, self.meta.stored[first : first + count])
+        self._fill(parts, self._start + self.meta.offset(first))
+        compare(map(checksum, parts), self.meta.checksums[first : first + count], first)
+
+    def close(self) -> None:
+        """End all requests."""
+        for request in self._pieces.values():
+            request.close()
+        self._pieces.clear()
+
+    def _request(self, number: int, *, now: bool) -> RangeRequest | None:
+        start = number * BUFFER_BYTES
+        return self._client.range(self._name, start, min(start + BUFFER_BYTES, self._size), now=now)
+
+    def _fill(self, views: Sequence[memoryview], start: int) -> None:
+        """Fill views with the bytes from an offset in the object on. Pieces are kept until their ends were read."""
+        for view in views:
+            stop = start + len(view)
+            for number in _numbers(start, stop):
+                if number not in self._pieces:
+                    request = self._request(number, now=True)
+                    assert request is not None
+                    self._pieces[number] = request
+                with self._reported():
+                    blob = self._pieces[number].bytes()
+                first = number * BUFFER_BYTES
+                begin, end = max(start, first), min(stop, first + len(blob))
+                view[begin - start : end - start] = blob[begin - first : end - first]
+                if end == first + len(blob):
+                    self._pieces.pop(number).close()
+            start = stop
+
+
+def _numbers(start: int, stop: int) -> range:
+    """Return the numbers of the pieces that have bytes of a range."""
+    return range(start // BUFFER_BYTES, -(-stop // BUFFER_BYTES))

@@ -1,0 +1,111 @@
+"""What tiers of pools have in common: stores of whole records whose requests may be slow, refused or unanswered."""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from lmc.errors import CorruptRecord, TierUnusable
+from lmc.keys import ChunkKey
+from lmc.storage.tiers.breaker import Breaker
+from lmc.storage.tiers.record import RecordMeta, verify_parts
+from lmc.storage.tiers.tier import Entry, Finding
+
+
+class PoolReader(Protocol):
+    """An open record of a pool."""
+
+    meta: RecordMeta
+
+    def verified(self, first: int, count: int, into: Sequence[memoryview]) -> None:
+        """Fill `into` with `count` parts. Raises `CorruptRecord` for a corrupt part, without deleting the record."""
+
+    def close(self) -> None:
+        """End all requests."""
+
+
+class PoolTier(ABC):
+    """Records in a pool that many hosts use. It has no bound, and evicts nothing itself."""
+
+    shared = True
+
+    def __init__(self, name: str, title: str) -> None:
+        """Create a tier whose breaker is closed. `title` is the pool's name in messages, `name` that of the tier."""
+        self.name, self.corrupt = name, 0
+        self._title = title
+        self._breaker = Breaker(title, self._greet)
+
+    @property
+    def usable(self) -> bool:
+        """Whether the pool responds. While it does not, every lookup is a miss without waiting."""
+        return self._breaker.usable
+
+    def discard(self, key: ChunkKey) -> None:
+        """Remove a corrupt record, and count it."""
+        self.corrupt += 1
+        self.delete(key)
+
+    def check(self, fix: bool = False) -> list[Finding]:
+        """Read and verify every record. With `fix`, remove corrupt records."""
+        findings = []
+        for entry in self.entries():
+            problem = self._problem(entry.key)
+            if problem:
+                findings.append(Finding(where=self._path(entry.key), problem=problem, fixed=fix))
+                if fix:
+                    self.discard(entry.key)
+        return findings
+
+    @abstractmethod
+    def entries(self) -> Iterator[Entry]:
+        """Return all records."""
+
+    @abstractmethod
+    def delete(self, key: ChunkKey) -> bool:
+        """Delete a record. Returns false if it was missing."""
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _greet(self) -> None:
+        """Make the first contact. Raises `OSError` without a response, `TierUnusable` for a permanent refusal."""
+
+    @abstractmethod
+    def _path(self, key: ChunkKey) -> str:
+        """Return the name of a record's object."""
+
+    @abstractmethod
+    def _reader(self, key: ChunkKey, discard: Callable[[ChunkKey], object]) -> PoolReader:
+        """Open a record. Raises `FileNotFoundError` for a missing one. `discard` removes one with a corrupt part."""
+
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Report to the breaker whether the pool works.
+
+        Raises `OSError` if the pool no longer grants access, or at once if it does not respond.
+        """
+        if not self.usable:
+            raise OSError(f"{self._title} does not respond")
+        try:
+            yield
+        except FileNotFoundError:
+            self._breaker.worked()
+            raise
+        except TierUnusable as error:
+            self._breaker.open(error)
+            raise OSError(str(error)) from None
+        except OSError as error:
+            self._breaker.failed(error)
+            raise
+        self._breaker.worked()
+
+    def _problem(self, key: ChunkKey) -> str:
+        """Return the problem of a record, or an empty string. This removes nothing."""
+        try:
+            with contextlib.closing(self._reader(key, lambda _: None)) as reader:
+                verify_parts(reader.meta, reader.verified)
+        except FileNotFoundError:
+            return ""  # It was removed after it was listed.
+        except CorruptRecord as error:
+            return str(error)
+        return ""
