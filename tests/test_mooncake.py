@@ -10,7 +10,9 @@ import yaml
 from mooncake_servers import MooncakeStore, mooncake_store
 from storage_fakes import PART_BYTES, PARTS, content, eventually, get, key_of, memory, meta_of, own_seconds, put, stored
 from tier_contract import K0, K1, K2, ListedContract, read, write
+from typer.testing import CliRunner
 
+from lmc.commands.cli import app
 from lmc.config.mooncake_url import parse_mooncake_url
 from lmc.config.settings import Settings
 from lmc.errors import ChunkLost, ConfigError, TierUnusable
@@ -377,3 +379,16 @@ def test_a_tier_that_is_unusable_for_good_says_so(monkeypatch):
     monkeypatch.setattr(MooncakeTier, "_greet", lambda _: (_ for _ in ()).throw(TierUnusable("refused")))
     with pytest.raises(TierUnusable, match="refused"):
         MooncakeTier(parse_mooncake_url("mooncake://master"))
+
+
+def test_the_commands_read_check_and_clear_it(tier, shared, monkeypatch):
+    monkeypatch.setenv("LMC_REMOTE_URL", shared.url())
+    monkeypatch.setenv("LMC_REMOTE_DEADLINE", "30")
+    for key in (K0, K1):
+        write(tier, key)
+    said = {words: CliRunner().invoke(app, words.split()) for words in ("stat", "check", "clear --all --yes")}
+    assert [result.exit_code for result in said.values()] == [0, 0, 0], said
+    assert "1970" not in said["stat"].output, "Mooncake does not tell when records were used"
+    assert "2 records, 0 problems" in said["check"].output
+    assert "removed 2 records from Mooncake store at" in said["clear --all --yes"].output
+    assert tier.contains([K0, K1]) == [False, False]

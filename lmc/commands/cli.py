@@ -333,7 +333,7 @@ def holdings_summary(place: str, holdings: "Holdings", unreadable: int) -> dict[
 
 
 def _summary(records: "Sequence[tuple[Entry, RecordMeta]]") -> dict[str, Any]:
-    times = [entry.used for entry, _ in records]
+    times = [entry.used for entry, _ in records if entry.used]
     return {
         "records": len(records),
         "tokens": sum(meta.tokens for _, meta in records),

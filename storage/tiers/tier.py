@@ -29,7 +29,7 @@ class Entry:
 
     key: ChunkKey
     bytes: int
-    used: float  # time of the last use, in seconds since the epoch
+    used: float  # time of the last use, in seconds since the epoch; 0 if the tier does not know it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
