@@ -253,7 +253,7 @@ class DiskIndex:
     def _fetch(self, clears: int, query: str, *values: object) -> list[tuple[Any, ...]]:
         """Return the rows of a query, after all changes so far.
 
-        Raises `IndexLost` if the database cannot be read, or if it is not the one after so many `clears`.
+        Raises `IndexLost` if the database cannot be read, or has been replaced since `self.clears` was `clears`.
         """
         self.flush()
         with self._work:

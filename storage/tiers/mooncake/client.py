@@ -61,7 +61,7 @@ class Buffer:
             raise OSError(f"memory cannot be registered ({code})")
 
     def drop(self) -> None:
-        """Let the memory go."""
+        """Release the memory."""
         self._store.unregister_buffer(self.address)
 
 
@@ -148,7 +148,7 @@ class PoolClient:
     def exist(self, names: Sequence[str], within: float) -> list[bool]:
         """Return for each object whether it exists."""
         codes = self._answer(self.begin(self._store.batch_is_exist, list(names)), within)
-        return [self._found(code) for code in codes]  # -900 is no hit.
+        return [self._found(code) for code in codes]  # -900 is true.
 
     def heads(self, names: Sequence[str], size: int) -> "Future[Heads]":
         """Request the sizes and the first `size` bytes of objects."""
