@@ -85,6 +85,11 @@ class Store(ChunkStore):
                 found[i] = tier.name if present else None
         return found
 
+    def unanswered(self, keys: Sequence[ChunkKey]) -> bool:
+        """Return whether a slow tier has yet to answer whether it has some of these chunks."""
+        asked = [tier for tier in self._tiers if tier.shared and tier.usable]
+        return any(self._guard(tier, "lookup", tier.unanswered, keys) for tier in asked)
+
     def pin(
         self, keys: Sequence[ChunkKey], places: Sequence[str | None] | None = None, client: object = None
     ) -> list[Pin | None]:

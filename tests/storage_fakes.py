@@ -276,6 +276,9 @@ class Shared(DictTier):
     name = "shared"
     shared = True
 
+    def unanswered(self, keys: Sequence[ChunkKey]) -> bool:
+        return False
+
 
 class DictReader:
     def __init__(self, tier: DictTier, key: ChunkKey, record: bytearray) -> None:

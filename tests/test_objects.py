@@ -177,10 +177,13 @@ def test_a_lookup_that_takes_long_is_a_miss_first_and_a_hit_later(proxy):
         proxy.mode = "hang"
         for _ in range(3):
             assert tier.contains([K0, K1]) == [False, False]
+            assert tier.unanswered([K2, K1])
+            assert not tier.unanswered([K2])
         assert heads(proxy) <= 2, "both are in flight"
         proxy.mode = "pass"
         proxy.go_on.set()
         eventually(lambda: tier.contains([K0, K1]) == [True, False])
+        assert not tier.unanswered([K0, K1])
 
 
 def test_a_record_is_read_with_one_request(proxy):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import vllm_fakes
-from storage_fakes import DictTier, Gated, Shared, note_load
+from storage_fakes import DictTier, Gated, Shared, lose, note_load
 from tier_wrappers import Counted, Faulty
 from vllm_fakes import (
     APPROXIMATE,
@@ -48,6 +48,7 @@ from lmc.errors import ConfigError
 from lmc.keys import RecordKind
 from lmc.storage import loader
 from lmc.storage.contract import PinState
+from lmc.storage.cost_model import CostModel
 from lmc.storage.tiers.disk import DiskTier
 
 MB = 1 << 20
@@ -640,6 +641,80 @@ def test_a_tier_that_fails_at_everything_costs_a_hit_and_nothing_else(make):
     lab = make(tier)
     request = lab.serve("one", PLAIN[:16])
     assert request.loaded == 0
+
+
+class SlowToAnswer(Shared):
+    """A tier that answers lookups only after a while, like a bucket far away."""
+
+    asked, answers = frozenset(), True
+
+    def contains(self, keys):
+        self.asked |= set() if self.answers else set(keys)
+        return super().contains(keys) if self.answers else [False] * len(keys)
+
+    def unanswered(self, keys):
+        return not self.answers and not self.asked.isdisjoint(keys)
+
+
+@pytest.fixture
+def slow_bucket(make):
+    """A lab whose documents are in a tier that does not answer lookups at once, and not in memory."""
+    lab = make(tier := SlowToAnswer())
+    learn(lab, DOC_A, DOC_B)
+    lose(lab.store, *lab.store.known_keys())
+    tier.answers = False
+    return lab, tier
+
+
+def test_a_request_with_known_documents_waits_for_the_answer_of_a_slow_tier(slow_bucket):
+    """The first request for a document in a bucket far away computed it."""
+    lab, tier = slow_bucket
+    request = lab.arrive("asks", prompt(DOC_A, DOC_B))
+    assert lab.admit(request) is None
+    lab.now += 0.03
+    assert lab.admit(request) is None
+    tier.answers = True
+    assert lab.wait(lambda: lab.admit(request)) > len(DOC_A) + len(DOC_B)
+    lab.load(request)
+    lab.compute(request, request.num_tokens - request.num_computed_tokens)
+    lab.finish(request)
+    assert lab.scheduler.counts["blends"] == 1
+    lab.settle()
+    lab.check()
+
+
+@pytest.mark.parametrize("pace", [None, 0.0001])
+def test_a_request_waits_for_an_answer_no_longer_than_it_computes(slow_bucket, pace, monkeypatch):
+    lab, _ = slow_bucket
+    monkeypatch.setattr(CostModel, "prefill_pace", lambda _: pace)
+    request = lab.arrive("asks", prompt(DOC_A, DOC_B))
+    lab.now += 0.9 * (claims.ANSWER_SECONDS if pace is None else pace * (len(DOC_A) + len(DOC_B)))
+    assert lab.admit(request) is None
+    lab.now += claims.ANSWER_SECONDS
+    assert lab.admit(request) == 0
+    lab.compute(request, request.num_tokens)
+    lab.finish(request)
+    lab.settle()
+    lab.check()
+
+
+def test_a_request_with_unknown_documents_waits_for_no_answer(slow_bucket):
+    lab, _ = slow_bucket
+    request = lab.arrive("asks", prompt(DOC_A[::-1], DOC_B[::-1]))
+    assert lab.admit(request) == 0
+    lab.compute(request, request.num_tokens)
+    lab.finish(request)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_request_that_ends_while_it_waits_for_an_answer_leaves_nothing(slow_bucket, when):
+    lab, tier = slow_bucket
+    request = lab.arrive("asks", prompt(DOC_A, DOC_B))
+    assert lab.admit(request) is None
+    tier.answers = when == "after"
+    lab.finish(request)
+    lab.settle()
+    lab.check()
 
 
 def test_prefetching_holds_half_of_the_slots_at_most(make):

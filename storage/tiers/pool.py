@@ -40,6 +40,10 @@ class PoolTier(ABC):
         """Whether the pool responds. While it does not, every lookup is a miss without waiting."""
         return self._breaker.usable
 
+    def unanswered(self, keys: Sequence[ChunkKey]) -> bool:
+        """Return whether lookups of some of these keys are under way."""
+        return False
+
     def discard(self, key: ChunkKey) -> None:
         """Remove a corrupt record, and count it."""
         self.corrupt += 1

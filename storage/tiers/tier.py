@@ -69,6 +69,9 @@ class Tier(Protocol):
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Return for each of `keys` whether it can be read now, as far as the tier knows without reading it."""
 
+    def unanswered(self, keys: Sequence[ChunkKey]) -> bool:
+        """Return whether lookups of some of these keys are under way, whose answers `contains` did not wait for."""
+
     def announce(self, keys: Sequence[ChunkKey], into: Sequence[Sequence[memoryview]] = ()) -> None:
         """Announce the records that this thread opens next. A remote tier fetches all their headers at once.
 

@@ -18,6 +18,7 @@ from lmc.storage.contract import PinState
 from lmc.storage.memory.slab import LOST
 
 FEW_TOKENS = 128  # Fewer tokens than this are computed as fast as they are loaded: either takes a step of the engine.
+ANSWER_SECONDS = 0.2  # that a request waits for answers of slow tiers to lookups, at most
 DEADLINES = 10  # A load may take this many deadlines if a part arrives within each of them.
 
 
@@ -46,6 +47,33 @@ class Claims:
             shared = self._engine.store.shared_places
             state.elsewhere = {piece.key: str(piece.place) for piece in match.pieces if piece.place in shared}
         return match
+
+    def asks(self, state: RequestState, match: Match) -> bool:
+        """Return whether a request waits for answers about chunks of known documents, which are probably stored.
+
+        It waits no longer than it would take to compute their tokens.
+        """
+        store, known = self._engine.store, self._engine.known
+        missing = [
+            piece
+            for document in match.documents
+            if document.known or (document.pieces and known.get(document.pieces[-1].key.hex()))
+            for piece in document.pieces
+            if piece.place is None
+        ]
+        keys = tuple(piece.key for piece in missing)
+        state.asked = keys if keys and store.unanswered(keys) else ()
+        pace = store.cost.prefill_pace()
+        seconds = pace * sum(piece.tokens for piece in missing) if pace else ANSWER_SECONDS
+        state.answers_due = self._setup.clock() + min(ANSWER_SECONDS, seconds)
+        return bool(state.asked)
+
+    def awaits_answers(self, state: RequestState) -> bool:
+        """Return whether a request goes on waiting for answers. If not, the tiers are searched again."""
+        if self._setup.clock() < state.answers_due and self._engine.store.unanswered(state.asked):
+            return True
+        state.asked, state.elsewhere = (), None
+        return False
 
     def usable(self, state: RequestState, local: int) -> Match:
         """Return what a request can use after the `local` tokens in the engine's own cache, not looked up yet."""

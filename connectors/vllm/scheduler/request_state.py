@@ -41,6 +41,8 @@ class RequestState:
     stamp: bytes = b""  # joined with block hashes, which do not cover a LoRA adapter's files or numbered images
     # Stored chunks of the request
     elsewhere: dict[ChunkKey, str] | None = None  # tiers of its chunks, among tiers that processes share
+    asked: tuple[ChunkKey, ...] = ()  # chunks of known documents about which a slow tier has not answered yet
+    answers_due: float = 0.0  # time until which the request waits for these answers
     pins: dict[ChunkKey, Pin] = field(default_factory=dict)
     lost: set[ChunkKey] = field(default_factory=set)  # chunks that could not be loaded, and are not tried again
     memory_only: bool = False  # Nothing is loaded from slower tiers, because computing was expected to be faster.

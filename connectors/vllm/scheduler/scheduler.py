@@ -136,6 +136,12 @@ class Scheduler:
         if request.skip_reading_prefix_cache:
             return
         match = self._claims.look(state)
+        if not self._claims.asks(state, match):
+            self._find_stored(state, match)
+
+    def _find_stored(self, state: RequestState, match: Match) -> None:
+        """Decide what a request does with its stored chunks, and begin to load those on slower tiers."""
+        request = state.request
         if state.role is Role.BLEND:
             state.exact_hashes = list(request.block_hashes)
             state.stored_exactly = match.exact[-1].stop if match.exact else 0
@@ -153,7 +159,7 @@ class Scheduler:
         state = self._states.get(request.request_id)
         if state is None or state.given_up or self.off or request.skip_reading_prefix_cache:
             return 0
-        if state.role is Role.LEARN and not self._has_learned(state):
+        if (state.role is Role.LEARN and not self._has_learned(state)) or self._awaits_answers(state):
             return None
         state.decodes = False  # A request that decoded before was preempted.
         if state.revision is not None and not self._can_revise(state, state.revision, local):
@@ -199,6 +205,15 @@ class Scheduler:
                 state.add_note(LACKS_BLOCKS)
                 plan = state.claim = self._claims.make(state, local)
         return plan
+
+    def _awaits_answers(self, state: RequestState) -> bool:
+        """Return whether a request waits for slow tiers to say what they have. If not, it uses what they have said."""
+        if not state.asked:
+            return False
+        if self._claims.awaits_answers(state):
+            return True
+        self._find_stored(state, self._claims.look(state))
+        return False
 
     def _lacks_blocks(self, state: RequestState, plan: Plan) -> bool:
         """Return whether too few blocks are free for a prompt and for what its blend borrows."""

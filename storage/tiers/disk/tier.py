@@ -231,6 +231,10 @@ class DiskTier:
         # The lock is not taken, because it is held while files are removed. So the result may be slightly stale.
         return list(map(self._index.__contains__, keys))
 
+    def unanswered(self, keys: Sequence[ChunkKey]) -> bool:
+        """Return false: lookups wait for their answers."""
+        return False
+
     def announce(self, keys: Sequence[ChunkKey], into: Sequence[Sequence[memoryview]] = ()) -> None:
         """Remember the memory for the first parts. They are read together with the header, which saves a request."""
         self._thread.into = dict(zip(keys, into, strict=False))

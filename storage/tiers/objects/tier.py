@@ -7,7 +7,7 @@ lookup asks for each key that is not known to be present or absent, all at the s
 long objects stay, by a lifecycle rule of the bucket, or `lmc clear`.
 
 An engine makes no step during a lookup, and a bucket may answer after 30 ms. So a lookup waits `LOOKUP_SECONDS` at
-most. Answers that arrive later are remembered for the next request with these keys.
+most. Answers that arrive later are remembered. A request with known documents waits for them in the engine's queue.
 
 Requests are those of `obstore` (https://developmentseed.org/obstore), which wraps the Rust crate `object_store`.
 """
@@ -113,6 +113,11 @@ class ObjectTier(PoolTier):
                 self._calls.begin(self._look_up(unknown)).result(self._lookup_seconds)
         with self._mutex:
             return [key in self._present for key in keys]
+
+    def unanswered(self, keys: Sequence[ChunkKey]) -> bool:
+        """Return whether requests for some of these keys are under way."""
+        with self._mutex:
+            return not self._asked.isdisjoint(keys)
 
     def announce(self, keys: Sequence[ChunkKey], into: Sequence[Sequence[memoryview]] = ()) -> None:
         """Request the first of these records, and the others as these are opened. Earlier requests are dropped."""

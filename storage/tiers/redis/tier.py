@@ -82,6 +82,10 @@ class RedisTier:
             raise errors[-1]
         return [answers.get(key) == 1 for key in keys]
 
+    def unanswered(self, keys: Sequence[ChunkKey]) -> bool:
+        """Return false: lookups wait for their answers."""
+        return False
+
     def announce(self, keys: Sequence[ChunkKey], into: Sequence[Sequence[memoryview]] = ()) -> None:
         """Fetch the headers of these records, with one batch of commands per server."""
         self._thread.headers = self._ask_all("GET", keys)
