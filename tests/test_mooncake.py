@@ -1,9 +1,15 @@
 """The Mooncake tier: the contract with a real master and a real host with memory, and what can go wrong with them."""
 
+import re
+import socket
 import sys
 import threading
+import time
+from concurrent.futures import Future
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -12,12 +18,14 @@ from storage_fakes import PART_BYTES, PARTS, content, eventually, get, key_of, m
 from tier_contract import K0, K1, K2, ListedContract, read, write
 from typer.testing import CliRunner
 
+from lmc.commands import inspect
 from lmc.commands.cli import app
 from lmc.config.mooncake_url import parse_mooncake_url
 from lmc.config.settings import Settings
 from lmc.errors import ChunkLost, ConfigError, TierUnusable
 from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
+from lmc.storage.tiers import opening
 from lmc.storage.tiers.opening import check_packages, open_remote, open_tiers
 from lmc.storage.tiers.tier import Written
 
@@ -28,6 +36,7 @@ except ImportError as error:
     pytest.skip(f"no Mooncake ({error}): apt-get install libibverbs1 libnl-3-200", allow_module_level=True)
 
 KEYS = [key_of(number) for number in range(30)]
+NETWORK = SimpleNamespace(register_buffer=lambda *_: 0, unregister_buffer=lambda *_: 0)
 PROMPT = 1.0  # deadline of tests in which something does not respond, in seconds
 
 
@@ -189,10 +198,17 @@ def test_parts_that_are_larger_than_a_buffer_are_read(tier):
     assert bytes(into) == bytes(stored(meta))[: 2 * meta.stored_part]
 
 
-def test_a_header_that_is_longer_than_usual_is_read(tier):
-    meta = meta_of(K0, 300, 4096)
-    assert tier.write(meta, [stored(meta)]) is Written.STORED
-    assert read(tier, K0) == bytes(stored(meta))
+def test_headers_that_are_longer_than_usual_are_requested_together_from_then_on(tier):
+    """As with tensor parallelism: a chunk has a part for each layer and rank."""
+    for key in (K0, K1):
+        meta = meta_of(key, 300, 4096)
+        assert tier.write(meta, [stored(meta)]) is Written.STORED
+    assert read(tier, K0) == bytes(stored(meta_of(K0, 300, 4096)))
+    assert mooncake_tier.HEAD_BYTES < tier._head_bytes <= client.BUFFER_BYTES // mooncake_tier.HEADS
+    tier.announce([K0, K1])
+    assert read(tier, K1) == bytes(stored(meta_of(K1, 300, 4096)))
+    eventually(lambda: tier._client._buffers.in_use == 0)
+    tier._head_bytes = mooncake_tier.HEAD_BYTES
 
 
 def test_threads_read_at_once_and_give_all_buffers_back(tier, monkeypatch):
@@ -252,6 +268,56 @@ def test_a_master_that_is_away_at_the_start_is_used_later(caplog):
     finally:
         store.stop_member()
         store.stop_master()
+
+
+def test_what_accepts_connections_and_never_answers_stops_nobody(monkeypatch, caplog):
+    """To set a client up took minutes, in which no other thread of the process could run."""
+    monkeypatch.setattr(client, "SETUP_SECONDS", 3.0)
+    ticks, stopped = [0.0], threading.Event()
+
+    def tick() -> None:
+        while not stopped.wait(0.05):
+            ticks.append(own_seconds())
+
+    ticking = threading.Thread(target=tick)
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        ticking.start()
+        with closing(MooncakeTier(parse_mooncake_url(f"mooncake://127.0.0.1:{silent.getsockname()[1]}"))) as tier:
+            assert not tier.usable
+    stopped.set()
+    ticking.join()
+    assert "a client is not set up in 3 s" in caplog.text
+    assert max(later - earlier for earlier, later in pairwise(ticks[1:])) < 2
+
+
+def test_why_a_client_is_not_set_up_is_said(own, monkeypatch, caplog):
+    monkeypatch.setattr(client, "SETUP_SECONDS", 3.0)
+    with closing(tier_of(own, protocol="pigeon")) as tier:
+        assert not tier.usable
+    assert re.search(r"a client is not set up in 3 s: \w+", caplog.text), caplog.text
+
+
+@pytest.mark.parametrize(
+    ("code", "seconds", "at_rest"), [(-704, 0.0, True), (-704, 20.0, False), (-800, 0.0, False), (-200, 0.0, True)]
+)
+def test_a_buffer_that_a_failed_call_may_still_use_is_not_used_again(code, seconds, at_rest):
+    buffers, call = client.Buffers(), Future()
+    buffer = buffers.take(NETWORK, 100)
+    call.set_exception(client.Failed("store", code, time.monotonic() - seconds))
+    buffers.give_back(buffer, call)
+    assert (buffers.take(NETWORK, 100) is buffer) == at_rest
+    assert buffers.busy == (1 if at_rest else 2)
+
+
+def test_memory_of_failed_calls_has_a_bound(monkeypatch):
+    monkeypatch.setattr(client, "BUFFERS", 2)
+    buffers = client.Buffers()
+    for _ in range(3):
+        call = Future()
+        call.set_exception(RuntimeError("unknown"))
+        buffers.give_back(buffers.take(NETWORK, 100), call)
+    with pytest.raises(OSError, match="may still use their memory"):
+        buffers.take(NETWORK, 100)
 
 
 def test_a_master_that_dies_is_left_alone_until_it_is_back(own):
@@ -341,6 +407,16 @@ def test_a_negative_code_is_an_error_and_no_hit(shared, monkeypatch, code):
     with pytest.raises(OSError, match=f"error {code}"):
         tier.write(meta_of(K1), [stored(meta_of(K1))])
     tier.close()
+
+
+def test_a_command_gives_no_memory(monkeypatch):
+    """It would take records of engines, and lose them when it ends."""
+    opened = []
+    monkeypatch.setattr(opening, "open_remote", lambda _, remote: opened.append(remote))
+    monkeypatch.setenv("LMC_REMOTE_URL", "mooncake://master?global_segment_size=64gb")
+    (place,) = inspect.places(None)
+    place.open(False)
+    assert [remote.global_segment_size for remote in opened] == [0]
 
 
 def test_a_wrong_port_of_the_list_is_named(shared):

@@ -8,6 +8,7 @@ from redis_servers import RedisServer
 from storage_fakes import PART_BYTES, PARTS, expected, get, key_of, lose, put
 
 from lmc.config.settings import Settings
+from lmc.config.sources import shown
 from lmc.errors import ConfigError
 from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
@@ -108,5 +109,21 @@ def test_what_is_wrong_is_said_without_passwords(urls: list[str], why: str) -> N
 def test_a_login_for_one_store_is_given_to_no_other() -> None:
     """LMCache's `extra_config` has one login, for its one store."""
     login = {"username": "u", "password": "hunter2"}
-    found = Settings.load({"remote_url": ["redis://a", "s3://b/kv"], "extra_config": login}, environ={})
-    assert "hunter2" not in str(found.remote_url)
+    urls = ["redis://a", "s3://b/kv", "mooncake://c"]
+    found = Settings.load({"remote_url": urls, "extra_config": login | {"protocol": "rdma"}}, environ={})
+    assert str(found.remote_url).split() == ["redis://u:hunter2@a", "s3://b/kv", "mooncake://c?protocol=rdma"]
+    assert "hunter2" not in repr(found) + shown("remote_url", found.remote_url)
+
+
+@pytest.mark.parametrize("more", [{}, {"username": "u"}])
+def test_a_list_of_one_is_one(more: dict[str, str]) -> None:
+    found = Settings.load({"remote_url": ["redis://a"], "extra_config": more}, environ={})
+    assert [str(remote) for remote in found.remotes] == ["Redis at a:6379"]
+
+
+def test_a_password_of_a_metadata_server_is_not_shown() -> None:
+    more = {"metadata_server": "etcd://root:hunter2@e:2379"}
+    found = Settings.load({"remote_url": "mooncakestore://h:1/", "extra_config": more}, environ={})
+    (remote,) = found.remotes
+    assert remote.metadata_server == "etcd://root:hunter2@e:2379"
+    assert "hunter2" not in repr(found) + repr(remote) + shown("remote_url", found.remote_url)

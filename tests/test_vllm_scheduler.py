@@ -1748,7 +1748,7 @@ def test_a_document_that_a_request_waits_for_is_learned_while_others_run(make):
     lab.finish(request)
 
 
-@pytest.mark.parametrize("why", ["time", "blocks", "another document"])
+@pytest.mark.parametrize("why", ["time", "blocks", "few blocks", "another document"])
 def test_a_document_for_idle_steps_makes_way_and_is_learned_later(make, why):
     lab = make()
     run(lab, "one", prompt(DOC_A))
@@ -1759,6 +1759,8 @@ def test_a_document_for_idle_steps_makes_way_and_is_learned_later(make, why):
     assert not lab.compute(request, 4).cancel
     if why == "time":
         lab.now += MAX_PAUSE_SECONDS + 1
+    elif why == "few blocks":  # Requests that run would be preempted.
+        lab.pool.get_num_free_blocks = lambda: 0
     elif why == "blocks":
         waiting = lab.arrive("waits", prompt(DOC_B))
         lab.scheduler.claim(waiting, 0)
@@ -1767,6 +1769,7 @@ def test_a_document_for_idle_steps_makes_way_and_is_learned_later(make, why):
         assert lab.admit(asking) is None
     assert lab.compute(request, 4).cancel
     lab.workers.slow = False
+    lab.pool.__dict__.pop("get_num_free_blocks", None)
     if why == "another document":
         assert [job.tokens for job in lab.compute(request, 4).learn] == [tuple(DOC_B)]
         lab.finish(asking)

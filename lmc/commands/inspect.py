@@ -7,9 +7,10 @@ record.
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lmc.config.mooncake_url import MooncakeURL
 from lmc.config.remote_url import RemoteURL
 from lmc.config.settings import Settings
 from lmc.errors import ConfigError, CorruptRecord, InputError, TierUnusable
@@ -101,4 +102,6 @@ def _disk(directory: Path) -> TierLocation:
 def _remote(settings: Settings, remote: RemoteURL) -> TierLocation:
     from lmc.storage.tiers.opening import open_remote
 
+    if isinstance(remote, MooncakeURL):  # A command must not give memory that is gone when it ends.
+        remote = replace(remote, global_segment_size=0)
     return TierLocation(str(remote), lambda _: open_remote(settings, remote))

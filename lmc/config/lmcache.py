@@ -180,7 +180,7 @@ def _is_mooncake(url: object) -> bool:
 def _with_options(url: str, given: Mapping[str, object]) -> str:
     """Return the URL of a Mooncake Store with options that it does not have yet."""
     before = dict(parse_qsl(urlsplit(url.strip()).query))
-    return f"{url.strip().partition('?')[0]}?{urlencode(dict(given) | before)}"
+    return f"{url.strip().partition('?')[0]}?{urlencode(dict(given) | before, safe=':/@,')}"
 
 
 def _with_bucket(url: str, given: Mapping[str, object]) -> str:

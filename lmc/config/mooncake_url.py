@@ -1,7 +1,7 @@
 """Parses the URL of a Mooncake Store. It opens no connection. The options have the names of Mooncake's own settings."""
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import ClassVar
 from urllib.parse import parse_qsl, urlsplit
 
@@ -19,7 +19,7 @@ class MooncakeURL:
     port: int = MASTER_PORT
     protocol: str = "tcp"  # or "rdma"
     device_name: str = ""  # network devices for RDMA, with commas
-    metadata_server: str = "P2PHANDSHAKE"
+    metadata_server: str = field(default="P2PHANDSHAKE", repr=False)  # It may have a password.
     local_hostname: str = ""  # the name or address of this host for the others; empty for that on the way to the master
     global_segment_size: int = 0  # bytes of memory that this process gives to the store
     local_buffer_size: int = 16 << 20
@@ -36,7 +36,7 @@ class MooncakeURL:
         return f"Mooncake store at {self.master_address}"
 
 
-OPTIONS = {field.name: field.type for field in fields(MooncakeURL) if field.name not in ("master", "port")}
+OPTIONS = {one.name: one.type for one in fields(MooncakeURL) if one.name not in ("master", "port")}
 
 
 def parse_mooncake_url(url: str) -> MooncakeURL:

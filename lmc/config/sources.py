@@ -121,10 +121,11 @@ class Source:
             return
         origin = f"{given.origin}, in {NESTED}"
         more = {_bare(str(key)): value for key, value in (nested or {}).items()}
-        if "remote_url" in self.own and len(split_urls(self.own["remote_url"].value)) == 1:
-            url, where = self.own["remote_url"]
-            self.own["remote_url"] = Given(with_login(str(url), more), where)
-            for name in login_names(url).values():
+        if "remote_url" in self.own:
+            value, where = self.own["remote_url"]
+            urls = split_urls(value)
+            self.own["remote_url"] = Given(" ".join(with_login(url, more) for url in urls), where)
+            for name in [name for url in urls for name in login_names(url).values()]:
                 more.pop(name, None)
         for bare, value in more.items():
             entry = Given(value, origin)

@@ -150,13 +150,15 @@ class SaveQueue:
     def to_cancel(self, *, idle: bool, blocked: bool) -> list[int]:
         """Return the job that learns a document in idle steps, if it has to be given up; the document is queued again.
 
-        The job is given up for a request that is `blocked` by a lack of engine blocks, and for documents that a request
-        waits for.
+        The job is given up for a request that is `blocked` by a lack of engine blocks, if few blocks are free while
+        requests run, and for documents that a request waits for.
         """
         job = self._idle
-        if job is None or not job.gives_up(idle=idle, blocked=blocked or self._engine.learning.has_wanted):
+        if job is None:
             return []
-        return [job.number]
+        short = not idle and self._pool.get_num_free_blocks() < self._spare
+        in_the_way = blocked or short or self._engine.learning.has_wanted
+        return [job.number] if job.gives_up(idle=idle, blocked=in_the_way) else []
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

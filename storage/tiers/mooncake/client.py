@@ -1,20 +1,24 @@
 """The client of a Mooncake Store, with deadlines.
 
 Mooncake's own client blocks its caller: for 30 s if a host that has an object does not respond, for 20 s if the master
-does not, and for 90 s at the start without a master (version 0.3.13). So its calls run in threads, and callers wait for
-a deadline. A call that was given up, or has failed, may still write into its memory later. So each call has a buffer of
-its own, whose bytes are copied, and never a slot of the slab. Codes are those of Mooncake's `types.h`.
+does not, and for minutes when it is set up (version 0.3.13). So its calls run in threads, and callers wait for a
+deadline. To set a client up also blocks all other threads, so another process tries it first.
+
+A call that was given up, or has failed, may still write into its memory later. So each call has a buffer of its own,
+whose bytes are copied, and never a slot of the slab. Codes are those of Mooncake's `types.h`.
 """
 
 import ctypes
 import os
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from lmc.config.mooncake_url import MooncakeURL
@@ -31,23 +35,37 @@ FULL = -200  # Mooncake's code for a lack of memory
 EXISTS = -705
 # Codes for an object that is missing, is being written, or whose lease has ended before its bytes had arrived.
 MISSING = frozenset({-704, -703, -707})
-# After these codes, nothing is in flight any more. After others, Mooncake may still use the memory of a call.
+# After these codes, nothing is in flight. After others, Mooncake may still use the memory of a call. It also may if an
+# object is missing only after some time: its host did not respond, and the master has removed it meanwhile.
 AT_REST = MISSING | {FULL, EXISTS, -600, -900, -901}
-THREADS = 8  # calls at the same time
+AT_ONCE_SECONDS = 1.0
+THREADS = 8  # calls at the same time that move bytes
+ASKING_THREADS = 2  # calls at the same time that only ask the master
 BUFFER_BYTES = 8 * MIB
 BUFFERS = 32  # that reads have at the same time
 KEPT_BYTES = 256 * MIB  # of buffers that are not in use
 QUARANTINE_SECONDS = 120.0  # after which a buffer that may be in use by a failed call is used again
-SETUP_SECONDS = 30.0  # to register the memory that this process gives to the store
-STOP_SECONDS = 2.0  # that the client has to sign off
+SETUP_SECONDS = 15.0  # for another process to set up a client, and again to register memory given to the store
+STOP_SECONDS = 2.0  # that calls in flight have to end before the client signs off
+TRIAL = """
+import os, sys
+from mooncake.store import MooncakeDistributedStore
+host, metadata, *network = sys.argv[1:]
+code = MooncakeDistributedStore().setup(host, metadata, 0, 0, *network)
+sys.stderr.write(f"error {code}")
+sys.stderr.flush()
+os._exit(int(code != 0))
+"""
 
 
 class Failed(OSError):
     """A call that Mooncake answered with an error. `code` is its number."""
 
-    def __init__(self, name: str, code: int) -> None:
+    def __init__(self, name: str, code: int, began: float | None = None) -> None:
+        """Create the error of a call that moves bytes and began at a time, or of another one."""
         super().__init__(f"{name}: error {code}")
-        self.code = code
+        late = began is not None and time.monotonic() - began > AT_ONCE_SECONDS
+        self.code, self.at_rest = code, code in AT_REST and not late
 
 
 class Buffer:
@@ -74,12 +92,19 @@ class Buffers:
         self._quarantined: deque[tuple[float, Buffer]] = deque()  # with the times at which they are free again
         self._mutex = threading.Lock()
 
+    @property
+    def busy(self) -> int:
+        """The number of buffers that calls use, or may still use."""
+        return self.in_use + len(self._quarantined)
+
     def take(self, store: Any, size: int) -> Buffer:
-        """Return a buffer of at least `size` bytes."""
+        """Return a buffer of at least `size` bytes. Raises `OSError` if failed calls may still use many."""
         with self._mutex:
-            self.in_use += 1
             while self._quarantined and self._quarantined[0][0] <= time.monotonic():
                 self._free.append(self._quarantined.popleft()[1])
+            if len(self._quarantined) > BUFFERS:
+                raise OSError("too many calls have failed and may still use their memory")
+            self.in_use += 1
             fitting = [buffer for buffer in self._free if len(buffer.view) >= size]
             if fitting:
                 smallest = min(fitting, key=lambda buffer: len(buffer.view))
@@ -95,8 +120,9 @@ class Buffers:
     def give_back(self, buffer: Buffer, call: "Future[Any]") -> None:
         """Make the buffer of a call that has ended available to others, at once or after a quarantine."""
         error = None if call.cancelled() else call.exception()
-        answers = [error] if error or call.cancelled() else (call.result() or {}).values()
-        at_rest = all(answer.code in AT_REST for answer in answers if isinstance(answer, Failed))
+        answers = [] if call.cancelled() else [error] if error else list((call.result() or {}).values())
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        at_rest = all(isinstance(one, FileNotFoundError) or getattr(one, "at_rest", False) for one in errors)
         dropped = []
         with self._mutex:
             self.in_use -= 1
@@ -119,7 +145,9 @@ class PoolClient:
     def __init__(self, url: MooncakeURL, deadline: float) -> None:
         """Create a client that is not connected. `deadline` is in seconds."""
         self.name, self.deadline = str(url), deadline
-        self._url, self._threads = url, ThreadPoolExecutor(THREADS, "lmc-mooncake")
+        self._url, self._closed = url, False
+        self._moving = ThreadPoolExecutor(THREADS, "lmc-mooncake")
+        self._asking = ThreadPoolExecutor(ASKING_THREADS, "lmc-mooncake-ask")
         self._store: Any = None
         self._setup: Future[Any] | None = None
         self._buffers = Buffers()
@@ -133,27 +161,26 @@ class PoolClient:
         except OSError as error:
             raise OSError(f"{self.name}: {error.strerror or error}") from None
         if self._store is None:
-            self._setup = self._setup or self.begin(self._set_up)
+            self._setup = self._setup or self._begin(self._asking, self._set_up)
             try:
-                self._store = self._answer(self._setup, SETUP_SECONDS)
+                self._store = self._answer(self._setup, 2 * SETUP_SECONDS)
             finally:
                 if self._setup.done():
                     self._setup = None
         self.exist(["lmc"], self.deadline)
 
-    def begin(self, call: Callable[..., T], *arguments: object) -> "Future[T]":
-        """Begin a call in a thread."""
-        return self._threads.submit(call, *arguments)
-
     def exist(self, names: Sequence[str], within: float) -> list[bool]:
         """Return for each object whether it exists."""
-        codes = self._answer(self.begin(self._store.batch_is_exist, list(names)), within)
-        return [self._found(code) for code in codes]  # -900 is true.
+        codes = self._ask(within, self._store.batch_is_exist, list(names))
+        for code in codes:  # -900 is true.
+            if code < 0 and code not in MISSING:
+                raise Failed(self.name, code)
+        return [code == 1 for code in codes]
 
     def heads(self, names: Sequence[str], size: int) -> "Future[Heads]":
         """Request the sizes and the first `size` bytes of objects."""
         buffer = self._buffers.take(self._store, size * len(names))
-        call = self.begin(self._heads, buffer, list(names), size)
+        call = self._move(buffer, self._heads, list(names), size)
         call.add_done_callback(lambda call: self._buffers.give_back(buffer, call))
         return call
 
@@ -162,12 +189,13 @@ class PoolClient:
 
         Returns None while all buffers are in use, unless the bytes are needed `now`.
         """
-        if self._buffers.in_use >= BUFFERS and not now:
+        ahead = self._buffers.busy
+        if ahead >= BUFFERS and not now:
             return None
         buffer = self._buffers.take(self._store, BUFFER_BYTES)
-        return RangeRequest(
-            self, self._buffers, buffer, self.begin(self._range, buffer, name, start, stop), stop - start
-        )
+        call = self._move(buffer, self._range, name, start, stop)
+        # Each turn of the threads may take the deadline.
+        return RangeRequest(self, self._buffers, buffer, call, stop - start, self.deadline * (1 + ahead // THREADS))
 
     def head(self, answer: "Future[Heads]", name: str) -> tuple[int, bytes]:
         """Return the size and the first bytes of an object, from the answer to a request.
@@ -181,9 +209,9 @@ class PoolClient:
             raise found
         return found
 
-    def wait_for(self, answer: "Future[None]") -> None:
+    def wait_for(self, answer: "Future[None]", within: float) -> None:
         """Wait for the bytes of an object. Raises the same errors."""
-        self._answer(answer, self.deadline)
+        self._answer(answer, within)
 
     def put(self, name: str, parts: Sequence[memoryview | bytes], within: float) -> bool:
         """Store an object. Returns false if it existed. Raises `MemoryError` if the store has no memory for it."""
@@ -192,7 +220,7 @@ class PoolClient:
         for part in parts:
             buffer.view[at : at + len(part)] = part
             at += len(part)
-        call = self.begin(self._put, buffer, name, size)
+        call = self._move(buffer, self._put, name, size)
         call.add_done_callback(lambda call: self._buffers.give_back(buffer, call))
         try:
             self._answer(call, within)
@@ -206,60 +234,79 @@ class PoolClient:
 
     def remove(self, name: str) -> bool:
         """Remove an object, also one that is being read. Returns false if it was missing."""
-        code = self._answer(self.begin(self._store.remove, name, True), self.deadline)
+        code = self._ask(self.deadline, self._store.remove, name, True)
         if code != 0 and code not in MISSING:
             raise Failed(self.name, code)
         return bool(code == 0)
 
     def size(self, name: str) -> int:
         """Return an object's size in bytes; 0 for a missing one."""
-        return max(0, int(self._answer(self.begin(self._store.get_size, name), self.deadline)))
+        return max(0, int(self._ask(self.deadline, self._store.get_size, name)))
 
-    def close(self) -> None:
-        """Sign off. Calls in flight end later."""
-        if self._store is not None:
-            with suppress(OSError):
-                self._answer(self.begin(self._store.close), STOP_SECONDS)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    def close(self, *, responds: bool) -> None:
+        """Sign off if the store `responds` and no call is in flight, which Mooncake would not survive.
+
+        Otherwise calls end later, and the store notices that this process has left.
+        """
+        self._closed = True
+        for threads in (self._moving, self._asking):
+            threads.shutdown(wait=False, cancel_futures=True)
+        until = time.monotonic() + STOP_SECONDS
+        while self._buffers.busy and time.monotonic() < until:
+            time.sleep(STOP_SECONDS / 100)
+        if self._store is not None and responds and not self._buffers.busy:
+            self._store.close()
 
     # -- in the threads ----------------------------------------------------------------------------------------------
 
     def _set_up(self) -> Any:
         url, store = self._url, MooncakeDistributedStore()
         host = url.local_hostname or _address_towards(url)
-        code = store.setup(
-            host, url.metadata_server, url.global_segment_size, url.local_buffer_size, url.protocol, url.device_name,
-            url.master_address,
-        )  # fmt: skip
+        network = url.protocol, url.device_name, url.master_address
+        tried = [sys.executable, "-c", TRIAL, host, url.metadata_server, *network]
+        try:
+            subprocess.run(tried, check=True, timeout=SETUP_SECONDS, capture_output=True)
+        except subprocess.CalledProcessError as error:
+            raise OSError(f"{self.name}: a client cannot be set up{_last_error(error.stderr)}") from None
+        except subprocess.TimeoutExpired as error:
+            said = _last_error(error.stderr)
+            raise TimeoutError(f"{self.name}: a client is not set up in {SETUP_SECONDS:g} s{said}") from None
+        code = store.setup(host, url.metadata_server, url.global_segment_size, url.local_buffer_size, *network)
         if code != 0:
             raise OSError(f"{self.name}: its client cannot be set up ({code}); it says why on standard error")
         return store
 
     def _heads(self, buffer: Buffer, names: list[str], size: int) -> "Heads":
-        sizes = {name: self._store.get_size(name) for name in names}
+        sizes: dict[str, int] = {}
+        for name in names:
+            sizes[name] = self._store.get_size(name)
+            if self._closed or (sizes[name] < 0 and sizes[name] not in MISSING):
+                raise Failed(self.name, sizes[name])  # The others would take as long.
         lengths = {name: min(found, size) for name, found in sizes.items() if found > 0}
-        heads: Heads = {
-            name: Failed(self.name, code) for name, code in sizes.items() if code < 0 and code not in MISSING
-        }
+        heads: Heads = {}
         if not lengths:
             return heads
         places = [at * size for at in range(len(lengths))]
         ranges = [[[at] for at in places]], [[[0] for _ in places]], [[[length] for length in lengths.values()]]
+        began = time.monotonic()
         (answers,) = self._store.get_into_ranges([buffer.address], [list(lengths)], *ranges)
         for (name, length), at, (code,) in zip(lengths.items(), places, answers, strict=True):
             if code == length:
                 heads[name] = sizes[name], bytes(buffer.view[at : at + code])
-            elif code not in MISSING:
-                heads[name] = Failed(self.name, code)
+            else:
+                failed = Failed(self.name, code, began)
+                if code not in MISSING or not failed.at_rest:
+                    heads[name] = failed
         return heads
 
     def _range(self, buffer: Buffer, name: str, start: int, stop: int) -> None:
-        ranges = [[[0]]], [[[start]]], [[[stop - start]]]
+        ranges, began = ([[[0]]], [[[start]]], [[[stop - start]]]), time.monotonic()
         (((code,),),) = self._store.get_into_ranges([buffer.address], [[name]], *ranges)
-        if code in MISSING:
+        failed = Failed(self.name, code, began)
+        if code in MISSING and failed.at_rest:
             raise FileNotFoundError(name)
         if code != stop - start:
-            raise Failed(self.name, code)
+            raise failed
 
     def _put(self, buffer: Buffer, name: str, size: int) -> None:
         code = self._store.put_from(name, buffer.address, size, self._settings)
@@ -268,18 +315,43 @@ class PoolClient:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
+    def _begin(self, threads: ThreadPoolExecutor, call: Callable[..., T], *arguments: object) -> "Future[T]":
+        """Begin a call in a thread. Raises `OSError` if no thread can be started, or the client is closed."""
+        try:
+            return threads.submit(call, *arguments)
+        except RuntimeError as error:
+            raise OSError(f"{self.name}: {error}") from None
+
+    def _move(self, buffer: Buffer, call: Callable[..., T], *arguments: object) -> "Future[T]":
+        """Begin a call that moves bytes from or to a buffer. Gives the buffer back if the call cannot begin."""
+        try:
+            return self._begin(self._moving, call, buffer, *arguments)
+        except OSError:
+            never: Future[T] = Future()
+            never.cancel()
+            self._buffers.give_back(buffer, never)
+            raise
+
+    def _ask(self, within: float, call: Callable[..., T], *arguments: object) -> T:
+        """Return the answer of the master. Bytes that move do not delay it."""
+        return self._answer(self._begin(self._asking, call, *arguments), within)
+
     def _answer(self, future: "Future[T]", within: float) -> T:
         try:
             return future.result(within)
-        except TimeoutError:
+        except TimeoutError as error:
+            if future.done():  # The call itself has ended with this error.
+                raise
             future.cancel()
-            raise TimeoutError(f"{self.name}: no answer in {within:g} s") from None
+            raise TimeoutError(f"{self.name}: no answer in {within:g} s") from error
+        except CancelledError:
+            raise OSError(f"{self.name}: closed") from None
 
-    def _found(self, code: int) -> bool:
-        """Return whether an object was found. Raises `Failed` for other errors."""
-        if code < 0 and code not in MISSING:
-            raise Failed(self.name, code)
-        return code > 0
+
+def _last_error(said: bytes | None) -> str:
+    """Return the last error that Mooncake has logged, without its time and place."""
+    errors = re.findall(r"^E\d{4} .*?\] (.*)$", (said or b"").decode(errors="replace"), re.MULTILINE)
+    return f": {errors[-1]}" if errors else ""
 
 
 def _address_towards(url: MooncakeURL) -> str:
@@ -293,12 +365,21 @@ def _address_towards(url: MooncakeURL) -> str:
 class RangeRequest:
     """A request for bytes of an object."""
 
-    def __init__(self, client: PoolClient, buffers: Buffers, buffer: Buffer, call: "Future[None]", size: int) -> None:
-        self._client, self._buffers, self._buffer, self._call, self._size = client, buffers, buffer, call, size
+    def __init__(
+        self,
+        client: PoolClient,
+        buffers: Buffers,
+        buffer: Buffer,
+        call: "Future[None]",
+        size: int,
+        within: float,
+    ) -> None:
+        self._client, self._buffers, self._buffer, self._call = client, buffers, buffer, call
+        self._size, self._within = size, within
 
     def bytes(self) -> memoryview:
         """Return the bytes, which are valid until `close`. Raises the errors of `PoolClient.wait_for`."""
-        self._client.wait_for(self._call)
+        self._client.wait_for(self._call, self._within)
         return self._buffer.view[: self._size]
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ class MooncakeReader:
         discard: Callable[[ChunkKey], object],
         reported: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Verify the header. `head` is the size of the object and its first bytes.
+        """Verify the header. `head` is the size of the object and its first bytes, with the whole header.
 
         `discard` removes a record if a later read finds a corrupt part. `reported` is a context in which answers are
         awaited, so that the circuit breaker hears of missing ones.
@@ -38,12 +38,7 @@ class MooncakeReader:
         self._size = size
         self._pieces: dict[int, RangeRequest] = {}  # requested pieces of `BUFFER_BYTES`, by number
         self._start = header_size(first[:8], size)
-        header = bytearray(self._start)
-        if self._start <= len(first):
-            header[:] = first[: self._start]
-        else:
-            self._fill([memoryview(header)], 0)
-        self.meta: RecordMeta = header_of(bytes(header), key, size)
+        self.meta: RecordMeta = header_of(first[: self._start], key, size)
 
     def request(self, first: int, count: int) -> None:
         """Request these parts, to be read later, as far as there are buffers for them."""

@@ -6,6 +6,7 @@ An object is complete or missing. Mooncake evicts the objects that were not used
 of an object on several hosts if `replica_num` says so. See https://kvcache-ai.github.io/Mooncake.
 """
 
+import contextlib
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +22,12 @@ from lmc.storage.tiers.breaker import WritePause
 from lmc.storage.tiers.mooncake.client import BUFFER_BYTES, Heads, PoolClient
 from lmc.storage.tiers.mooncake.reader import MooncakeReader
 from lmc.storage.tiers.pool import PoolTier
-from lmc.storage.tiers.record import RecordMeta, checksums, encode_header, removed_if_corrupt
+from lmc.storage.tiers.record import RecordMeta, checksums, encode_header, header_size, removed_if_corrupt
 from lmc.storage.tiers.tier import Entry, Written
 
 PROMPTLY = 0.4  # share of the deadline for a lookup
-HEAD_BYTES = 8 * KIB  # that are requested of each record when it is opened; most headers fit
-HEADS = BUFFER_BYTES // HEAD_BYTES  # records whose headers are requested together
+HEAD_BYTES = 8 * KIB  # that are requested of each record when it is opened, until a header was longer
+HEADS = 64  # records whose headers are requested together
 SLOWEST_RATE = 4 << 20  # bytes a second; a write may take the deadline and the time at this rate
 LIST_SECONDS = 30.0  # deadline for the list of all objects
 PAUSE_SECONDS = 5.0  # Writing pauses for this time if the store has no memory.
@@ -47,11 +48,11 @@ class MooncakeTier(PoolTier):
         self._ours = re.compile(re.escape(self._folder) + "/([0-9a-f]{64})")
         self._client, self._deadline = PoolClient(url, deadline), deadline
         self._thread = threading.local()  # `heads`: the requests for heads of records that a thread opens next
-        self._pause = WritePause()
+        self._pause, self._head_bytes = WritePause(), HEAD_BYTES
         try:
             self._breaker.start()
         except BaseException:
-            self._client.close()
+            self._client.close(responds=False)
             raise
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -67,7 +68,8 @@ class MooncakeTier(PoolTier):
         heads: dict[str, Future[Heads]] = {}
         for first in range(0, len(names), HEADS):
             together = names[first : first + HEADS]
-            heads |= dict.fromkeys(together, self._client.heads(together, HEAD_BYTES))
+            with contextlib.suppress(OSError):  # Each record is requested again when it is opened.
+                heads |= dict.fromkeys(together, self._client.heads(together, self._head_bytes))
         self._thread.heads = heads
 
     def open(self, key: ChunkKey) -> MooncakeReader | None:
@@ -123,8 +125,9 @@ class MooncakeTier(PoolTier):
 
     def close(self) -> None:
         """End all requests."""
+        responds = self.usable
         self._breaker.close(CLOSING_SECONDS)
-        self._client.close()
+        self._client.close(responds=responds)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -136,7 +139,10 @@ class MooncakeTier(PoolTier):
 
     def _reader(self, key: ChunkKey, discard: Callable[[ChunkKey], object]) -> MooncakeReader:
         name, announced = self._path(key), getattr(self._thread, "heads", {})
-        request = announced.pop(name, None) or self._client.heads([name], HEAD_BYTES)
         with self._reported():
-            head = self._client.head(request, name)
+            head = self._client.head(announced.pop(name, None) or self._client.heads([name], self._head_bytes), name)
+            size, first = head
+            if (start := header_size(first[:8], size)) > len(first):
+                self._head_bytes = min(start, BUFFER_BYTES // HEADS)
+                head = self._client.head(self._client.heads([name], start), name)
         return MooncakeReader(self._client, name, key, head, discard, self._reported)
