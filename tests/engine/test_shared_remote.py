@@ -1,0 +1,119 @@
+"""Two engines that share a remote store: what one has stored the other loads, and no answer depends on whether the
+store is there.
+"""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from lab import DOCUMENTS, PLAIN, PROMPT, agree, engine, facts
+from stepping import poison
+
+sys.path.append(str(Path(__file__).parent.parent))
+from mooncake_servers import MooncakeStore
+from redis_servers import RedisServer, wait_until
+
+pytestmark = pytest.mark.long
+
+
+class Remote:
+    """A store, which tests pause, end and start again, empty."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind = kind
+        self._redis = RedisServer(folder) if kind == "redis" else None
+        self._mooncake = MooncakeStore() if kind == "mooncake" else None
+        if self._mooncake:
+            self._mooncake.start()
+
+    @property
+    def url(self) -> str:
+        return self._redis.tcp_url() if self._redis else self._mooncake.url()
+
+    def stop(self) -> None:
+        if self._redis:
+            self._redis.pause()
+        else:
+            self._mooncake.stop_master()
+
+    def restart(self) -> None:
+        if self._redis:
+            self._redis.kill()
+            self._redis.restart()
+        else:
+            self._mooncake.start()
+
+    def close(self) -> None:
+        if self._redis:
+            self._redis.stop()
+        else:
+            self._mooncake.stop_member()
+            self._mooncake.stop_master()
+
+
+@pytest.fixture(scope="module", params=["redis", "mooncake"])
+def server(request, tmp_path_factory):
+    if request.param == "mooncake" and find_spec("mooncake") is None:
+        pytest.skip("no Mooncake in this environment")
+    remote = Remote(request.param, tmp_path_factory.mktemp("remote"))
+    yield remote
+    remote.close()
+
+
+@pytest.fixture(scope="module")
+def wanted(models, server):
+    """Answers without any cache; and another engine has left its chunks in the store."""
+    with engine(models("llama")) as lab:
+        wanted = {len(tokens): lab.vanilla(tokens) for tokens in (PROMPT.tokens, PLAIN)}
+    with engine(models("llama"), {"remote_url": server.url}) as lab:
+        lab.learn(DOCUMENTS)
+        lab.ask(PLAIN)
+        lab.check()
+    return wanted
+
+
+@pytest.fixture(scope="module")
+def second(wanted, models, server):
+    with engine(models("llama"), {"remote_url": server.url, "remote_deadline": 1.0}) as lab:
+        poison()
+        yield lab
+
+
+@pytest.fixture
+def lab(second):
+    yield second
+    second.check()
+
+
+def right(out, wanted, tokens) -> bool:
+    return agree(out, wanted[len(tokens)])
+
+
+def test_pages_of_the_other_engine_are_loaded(lab, wanted, server):
+    """Whole chunks; the end of that prompt is stored together with what was generated, which nobody here has seen."""
+    out = lab.ask(PLAIN)
+    assert facts(out) == {"exact_tokens": 640, "tokens_from": {server.kind: 640}}
+    assert right(out, wanted, PLAIN)
+
+
+def test_documents_that_the_other_engine_learned_are_blended(lab, wanted, server):
+    out = lab.ask(PROMPT.tokens, PROMPT.blend(ratio=1.0))
+    assert facts(out)["tokens_from"] == {server.kind: sum(map(len, DOCUMENTS))}
+    assert right(out, wanted, PROMPT.tokens)
+
+
+def test_answers_stay_right_while_the_store_is_away_and_after_it_came_back_empty(lab, wanted, server):
+    remote = lab.tiers[-1]
+    lab.forget_prefixes()
+    lab.lmc.forget_all()  # of this engine's memory
+    server.stop()
+    assert right(lab.ask(PLAIN), wanted, PLAIN)
+    lab.forget_prefixes()
+    assert right(lab.ask(PROMPT.tokens, PROMPT.blend(ratio=1.0)), wanted, PROMPT.tokens)
+    wait_until(lambda: not remote.usable, "the breaker opens")
+    server.restart()
+    wait_until(lambda: remote.usable, "the breaker closes")
+    lab.forget_prefixes()
+    assert right(lab.ask(PLAIN), wanted, PLAIN)
+    lab.check()
