@@ -139,7 +139,7 @@ class Buffers:
 Heads = dict[str, tuple[int, bytes] | Failed]  # sizes and first bytes of objects by name; missing ones are left out
 
 
-class PoolClient:
+class MooncakeClient:
     """The client of one Mooncake Store."""
 
     def __init__(self, url: MooncakeURL, deadline: float) -> None:
@@ -367,7 +367,7 @@ class RangeRequest:
 
     def __init__(
         self,
-        client: PoolClient,
+        client: MooncakeClient,
         buffers: Buffers,
         buffer: Buffer,
         call: "Future[None]",
@@ -378,7 +378,7 @@ class RangeRequest:
         self._size, self._within = size, within
 
     def bytes(self) -> memoryview:
-        """Return the bytes, which are valid until `close`. Raises the errors of `PoolClient.wait_for`."""
+        """Return the bytes, which are valid until `close`. Raises the errors of `MooncakeClient.wait_for`."""
         self._client.wait_for(self._call, self._within)
         return self._buffer.view[: self._size]
 

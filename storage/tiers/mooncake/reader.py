@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from lmc.keys import ChunkKey
-from lmc.storage.tiers.mooncake.client import BUFFER_BYTES, PoolClient, RangeRequest
+from lmc.storage.tiers.mooncake.client import BUFFER_BYTES, MooncakeClient, RangeRequest
 from lmc.storage.tiers.record import (
     RecordMeta,
     checksum,
@@ -21,7 +21,7 @@ class MooncakeReader:
 
     def __init__(
         self,
-        client: PoolClient,
+        client: MooncakeClient,
         name: str,
         key: ChunkKey,
         head: tuple[int, bytes],

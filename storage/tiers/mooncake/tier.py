@@ -19,7 +19,7 @@ from lmc.config.mooncake_url import MooncakeURL
 from lmc.keys import FORMAT, ChunkKey
 from lmc.shapes import KIB
 from lmc.storage.tiers.breaker import WritePause
-from lmc.storage.tiers.mooncake.client import BUFFER_BYTES, Heads, PoolClient
+from lmc.storage.tiers.mooncake.client import BUFFER_BYTES, Heads, MooncakeClient
 from lmc.storage.tiers.mooncake.reader import MooncakeReader
 from lmc.storage.tiers.pool import PoolTier
 from lmc.storage.tiers.record import RecordMeta, checksums, encode_header, header_size, removed_if_corrupt
@@ -46,7 +46,7 @@ class MooncakeTier(PoolTier):
         super().__init__(url.place, str(url))
         self._url, self._folder, self._prompt = url, f"{prefix}/{FORMAT}", deadline * PROMPTLY
         self._ours = re.compile(re.escape(self._folder) + "/([0-9a-f]{64})")
-        self._client, self._deadline = PoolClient(url, deadline), deadline
+        self._client, self._deadline = MooncakeClient(url, deadline), deadline
         self._thread = threading.local()  # `heads`: the requests for heads of records that a thread opens next
         self._pause, self._head_bytes = WritePause(), HEAD_BYTES
         try:
@@ -110,7 +110,8 @@ class MooncakeTier(PoolTier):
 
     def entries(self) -> Iterator[Entry]:
         """Return the records, as the master's HTTP server lists them. It does not tell when they were used."""
-        address = f"http://{self._url.master}:{self._url.admin_port}/get_all_keys"
+        master = f"[{self._url.master}]" if ":" in self._url.master else self._url.master
+        address = f"http://{master}:{self._url.admin_port}/get_all_keys"
         try:
             with urlopen(address, timeout=LIST_SECONDS) as answer:
                 names = answer.read().decode().split()
