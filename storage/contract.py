@@ -68,7 +68,6 @@ class ChunkStore(Protocol):
 
     def unanswered(self, keys: Sequence[ChunkKey]) -> bool:
         """Return whether a slow tier has yet to answer whether it has some of these chunks."""
-        return False
 
     def pin(self, keys: Sequence[ChunkKey], places: Sequence[str | None] | None = None) -> list[Pin | None]:
         """Hold chunks, and start to load those that are on tiers. The result has None for each missing chunk.

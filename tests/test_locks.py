@@ -7,11 +7,13 @@ import pytest
 from ranked_locks import RankedLock
 from storage_fakes import state_of
 
+from lmc.config.settings import Settings
 from lmc.storage.locks import Rank
 from lmc.storage.memory.slab import Slab
 from lmc.storage.places import MEMORY, PLACES, Place, fastest_first, place_of
 from lmc.storage.store import Store
 from lmc.storage.tiers.disk import DiskTier
+from lmc.storage.tiers.redis import RedisTier
 
 PAIRS = list(itertools.product(Rank, Rank))
 
@@ -229,11 +231,12 @@ def test_places_are_listed_fastest_first_and_unknown_ones_last():
 
 def test_the_table_has_every_place_of_a_store(tmp_path):
     """Memory is what a store need not load from. A name that is changed in one place only would be unknown."""
-    from lmc.storage.tiers.objects import ObjectTier
-    from lmc.storage.tiers.redis import RedisTier
-
     store = Store(Slab(1, 1, 1), [DiskTier(tmp_path, 1 << 20)], device=Slab(1, 1, 1))
     levels = set(state_of(store).pools)
     assert levels == MEMORY == {"device", "host"}
-    assert levels | {DiskTier.name, RedisTier.name, ObjectTier.name} == {place.name for place in PLACES}
+    urls = ("redis://host", "mooncake://host", "file:///pool", "s3://bucket/kv")
+    remotes = Settings(remote_url=urls).remotes
+    remote = [one.place for one in remotes]
+    assert remote[0] == RedisTier.name
+    assert fastest_first({*levels, DiskTier.name, *remote}) == [place.name for place in PLACES]
     store.close()

@@ -72,6 +72,7 @@ from lmc.server.messages import (
     Records,
     Release,
     Since,
+    Unanswered,
 )
 from lmc.server.server import CacheServer
 from lmc.storage.chunk_layout import ChunkLayout
@@ -870,7 +871,8 @@ def test_thousands_of_random_frames_do_nobody_else_harm(server, attach):
     put(store, K0)
     document = Described(bytes(32), bytes(40), [K0, K1], "a", "m", "t")
     questions = [
-        LookUp([K0, K1], True), Release([1, 2]), PinKeys([K0, K1], ["host", None]), Begin([meta_of(K2)]), Commit([3]),
+        LookUp([K0, K1], True), Unanswered([K0]), Release([1, 2]),
+        PinKeys([K0, K1], ["host", None]), Begin([meta_of(K2)]), Commit([3]),
         Abort(4), Forget(K3, False, True), CopiesOf([K0]), Introduce("m", "t", 256), Keep([document], "pin"),
         Kept(["aa"]), Records(True), LastUses(), KnownKeys(), HeldSlots(), Since(0), Present(),
         Ping([Offered(bytes(32), bytes(40))], [bytes(32)]),

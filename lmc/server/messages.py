@@ -130,6 +130,16 @@ class LookUp(Request, frozen=True):
         return lease.store.lookup(self.keys, shared=self.shared)
 
 
+class Unanswered(Request, frozen=True):
+    """Calls `ChunkStore.unanswered`."""
+
+    keys: Keys
+
+    def handle(self, lease: "Lease") -> bool:
+        """Return whether a slow tier has yet to answer."""
+        return lease.store.unanswered(self.keys)
+
+
 class PinKeys(Request, frozen=True):
     """Calls `ChunkStore.pin`."""
 
@@ -322,6 +332,6 @@ def _uint32(tokens: bytes) -> "array[int]":
 
 
 AnyRequest = (
-    Ping | LookUp | PinKeys | Release | Begin | Commit | Abort | Forget | CopiesOf | Introduce | Keep | Kept
-    | Records | LastUses | KnownKeys | HeldSlots | Flush | Since | Present
+    Ping | LookUp | Unanswered | PinKeys | Release | Begin | Commit | Abort | Forget | CopiesOf | Introduce | Keep
+    | Kept | Records | LastUses | KnownKeys | HeldSlots | Flush | Since | Present
 )  # fmt: skip

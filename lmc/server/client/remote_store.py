@@ -93,6 +93,10 @@ class RemoteStore(ChunkStore, DocumentServer):
         """See `ChunkStore.lookup`."""
         return self.ask(m.LookUp(list(keys), shared), [None] * len(keys)) if keys else []
 
+    def unanswered(self, keys: Sequence[ChunkKey]) -> bool:
+        """See `ChunkStore.unanswered`."""
+        return self.ask(m.Unanswered(list(keys)), False) if keys else False
+
     def pin(self, keys: Sequence[ChunkKey], places: Sequence[str | None] | None = None) -> list[Pin | None]:
         """See `ChunkStore.pin`."""
         if not keys:
