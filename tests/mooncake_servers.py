@@ -78,9 +78,14 @@ class MooncakeStore:
             self.member.communicate()
             self.member = None
 
+    def stop(self) -> None:
+        """Kill all processes."""
+        self.stop_member()
+        self.stop_master()
+
     @contextmanager
     def paused(self, process: "subprocess.Popen[bytes] | None") -> Iterator[None]:
-        """Let a process not respond for a while."""
+        """Pause a process for a while, so that it does not respond."""
         assert process is not None
         process.send_signal(signal.SIGSTOP)
         try:
@@ -103,5 +108,4 @@ def mooncake_store(memory: int = 64 << 20, **options: bool) -> Iterator[Mooncake
         store.start()
         yield store
     finally:
-        store.stop_member()
-        store.stop_master()
+        store.stop()

@@ -207,7 +207,7 @@ def test_headers_that_are_longer_than_usual_are_requested_together_from_then_on(
     assert mooncake_tier.HEAD_BYTES < tier._head_bytes <= client.BUFFER_BYTES // mooncake_tier.HEADS
     tier.announce([K0, K1])
     assert read(tier, K1) == bytes(stored(meta_of(K1, 300, 4096)))
-    eventually(lambda: tier._client._buffers.in_use == 0)
+    eventually(lambda: tier._client.buffers.in_use == 0)
     tier._head_bytes = mooncake_tier.HEAD_BYTES
 
 
@@ -236,7 +236,7 @@ def test_threads_read_at_once_and_give_all_buffers_back(tier, monkeypatch):
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert tier._client._buffers.in_use == 0
+    assert tier._client.buffers.in_use == 0
 
 
 def test_what_was_announced_or_requested_and_not_read_is_given_back(tier):
@@ -245,7 +245,7 @@ def test_what_was_announced_or_requested_and_not_read_is_given_back(tier):
     reader = tier.open(K0)
     reader.request(0, PARTS)
     reader.close()
-    eventually(lambda: tier._client._buffers.in_use == 0)
+    eventually(lambda: tier._client.buffers.in_use == 0)
     assert tier.open(K1) is None
 
 
@@ -266,11 +266,10 @@ def test_a_master_that_is_away_at_the_start_is_used_later(caplog):
             eventually(lambda: tier.write(meta_of(K0), [stored(meta_of(K0))]) is Written.STORED)
             assert read(tier, K0) == bytes(stored(meta_of(K0)))
     finally:
-        store.stop_member()
-        store.stop_master()
+        store.stop()
 
 
-def test_what_accepts_connections_and_never_answers_stops_nobody(monkeypatch, caplog):
+def test_a_server_that_accepts_connections_and_never_answers_does_not_stop_other_threads(monkeypatch, caplog):
     """To set a client up took minutes, in which no other thread of the process could run."""
     monkeypatch.setattr(client, "SETUP_SECONDS", 3.0)
     ticks, stopped = [0.0], threading.Event()
@@ -348,7 +347,7 @@ def test_a_master_that_does_not_respond_costs_a_lookup_its_deadline_once(own):
 
 
 def test_a_host_that_does_not_respond_costs_a_load_its_deadline_and_is_a_miss(own):
-    """Mooncake waits for 30 s, and may write into the memory of the call until then: that is no slot."""
+    """Mooncake waits for 30 s, and may write into the memory of the call until then. A slot would be overwritten."""
     store = Store(Slab(4, PARTS, PART_BYTES), [tier_of(own, PROMPT)])
     try:
         for key in KEYS[:2]:

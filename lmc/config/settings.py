@@ -118,8 +118,8 @@ class Settings(BaseModel):
         description="redis://[user:password@]host[:port][/db], rediss:// for TLS, unix:///path[?db=0], "
         "redis-cluster://host:port,host:port or redis-sentinel://host:port,host:port/service[/db]; rediss-… with TLS; "
         "mooncake://master:port; s3://bucket/prefix, gs://bucket/prefix, az://account/container/prefix, or "
-        "file:///directory that hosts share, "
-        "with credentials from the environment; or several of these, the nearest first",
+        "file:///directory that hosts share, with credentials from the environment; or several of these, the nearest "
+        "first",
     )
     remote_serde: Codec = Field("none", description="none (or naive, its other name) or planes")
     remote_deadline: Real = Field(0.5, gt=0, description="a number of seconds above 0")

@@ -3,25 +3,54 @@
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 from lmc.errors import CorruptRecord, TierUnusable
 from lmc.keys import ChunkKey
 from lmc.storage.tiers.breaker import Breaker
-from lmc.storage.tiers.record import RecordMeta, verify_parts
+from lmc.storage.tiers.record import RecordMeta, checksum, compare, removed_if_corrupt, split_parts, verify_parts
 from lmc.storage.tiers.tier import Entry, Finding
 
+PROMPTLY = 0.4  # share of the deadline for a lookup
+SLOWEST_RATE = 4 << 20  # bytes a second; a write may take the deadline and the time at this rate
+CLOSING_SECONDS = 1.0  # `close` waits at most this long for a probe in flight
 
-class PoolReader(Protocol):
+
+class PoolReader(ABC):
     """An open record of a pool."""
 
     meta: RecordMeta
 
+    def __init__(
+        self, discard: Callable[[ChunkKey], object], reported: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> None:
+        """Create a reader. `discard` removes a record if a later read finds a corrupt part.
+
+        `reported` is a context in which answers are awaited, so that the circuit breaker hears of missing ones.
+        """
+        self._discard, self._reported = discard, reported
+
+    def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
+        """Fill `into` with `count` parts, and verify each part. A corrupt part deletes the record."""
+        with removed_if_corrupt(self._discard, self.meta.key):
+            self.verified(first, count, into)
+
     def verified(self, first: int, count: int, into: Sequence[memoryview]) -> None:
         """Fill `into` with `count` parts. Raises `CorruptRecord` for a corrupt part, without deleting the record."""
+        parts = split_parts(into, self.meta.stored[first : first + count])
+        self._receive(first, count, parts)
+        compare(map(checksum, parts), self.meta.checksums[first : first + count], first)
 
+    @abstractmethod
+    def request(self, first: int, count: int) -> None:
+        """Request these parts, to be read later."""
+
+    @abstractmethod
     def close(self) -> None:
         """End all requests."""
+
+    @abstractmethod
+    def _receive(self, first: int, count: int, parts: Sequence[memoryview]) -> None:
+        """Fill `parts` with the stored bytes of `count` parts. Raises `CorruptRecord` if there are too few."""
 
 
 class PoolTier(ABC):

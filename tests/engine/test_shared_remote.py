@@ -3,62 +3,46 @@ store is there.
 """
 
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from lab import DOCUMENTS, PLAIN, PROMPT, agree, engine, facts
 from stepping import poison
 
 sys.path.append(str(Path(__file__).parent.parent))
-from mooncake_servers import MooncakeStore
+from mooncake_servers import mooncake_store
 from redis_servers import RedisServer, wait_until
 
 pytestmark = pytest.mark.long
 
 
-class Remote:
-    """A store, which tests pause, end and start again, empty."""
+class Remote(NamedTuple):
+    """A store, which tests stop, and start again, empty."""
 
-    def __init__(self, kind: str, folder: Path) -> None:
-        self.kind = kind
-        self._redis = RedisServer(folder) if kind == "redis" else None
-        self._mooncake = MooncakeStore() if kind == "mooncake" else None
-        if self._mooncake:
-            self._mooncake.start()
-
-    @property
-    def url(self) -> str:
-        return self._redis.tcp_url() if self._redis else self._mooncake.url()
-
-    def stop(self) -> None:
-        if self._redis:
-            self._redis.pause()
-        else:
-            self._mooncake.stop_master()
-
-    def restart(self) -> None:
-        if self._redis:
-            self._redis.kill()
-            self._redis.restart()
-        else:
-            self._mooncake.start()
-
-    def close(self) -> None:
-        if self._redis:
-            self._redis.stop()
-        else:
-            self._mooncake.stop_member()
-            self._mooncake.stop_master()
+    kind: str
+    url: str
+    stop: Callable[[], object]
+    restart: Callable[[], object]
 
 
 @pytest.fixture(scope="module", params=["redis", "mooncake"])
 def server(request, tmp_path_factory):
-    if request.param == "mooncake" and find_spec("mooncake") is None:
+    if request.param == "redis":
+        with RedisServer(tmp_path_factory.mktemp("redis")) as redis:
+
+            def restart() -> None:
+                redis.kill()
+                redis.restart()
+
+            yield Remote("redis", redis.tcp_url(), redis.pause, restart)
+    elif find_spec("mooncake") is None:
         pytest.skip("no Mooncake in this environment")
-    remote = Remote(request.param, tmp_path_factory.mktemp("remote"))
-    yield remote
-    remote.close()
+    else:
+        with mooncake_store() as store:
+            yield Remote("mooncake", store.url(), store.stop_master, store.start)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +75,7 @@ def right(out, wanted, tokens) -> bool:
 
 
 def test_pages_of_the_other_engine_are_loaded(lab, wanted, server):
-    """Whole chunks; the end of that prompt is stored together with what was generated, which nobody here has seen."""
+    """Whole chunks are loaded. The end of the prompt is stored with the answer, which this engine has not seen."""
     out = lab.ask(PLAIN)
     assert facts(out) == {"exact_tokens": 640, "tokens_from": {server.kind: 640}}
     assert right(out, wanted, PLAIN)

@@ -118,10 +118,7 @@ class Backfill:
     def to_cancel(self, *, idle: bool, blocked: bool) -> list[int]:
         """Return the job to give up: a request is `blocked` by a lack of blocks, or requests have run for too long."""
         job = self._under_way
-        if job is None:
-            return []
-        short = not idle and self._pool.get_num_free_blocks() < self._spare
-        return [job.number] if job.gives_up(idle=idle, blocked=blocked or short) else []
+        return [job.number] if job is not None and job.gives_up(idle=idle, blocked=blocked) else []
 
     def cancel(self) -> None:
         """Mark the job under way to be given up in the next step, and remove all queued requests."""
@@ -166,7 +163,7 @@ class Backfill:
                     self._pool.free_blocks(reversed(blocks))
 
         job = self._pending.begin([], done)
-        self._under_way = IdleJob(job, self._clock)
+        self._under_way = IdleJob(job, self._clock, self._pool, self._spare)
         return BackfillJob(
             job=job,
             tokens=one.tokens,

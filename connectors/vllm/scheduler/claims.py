@@ -54,6 +54,8 @@ class Claims:
         It waits no longer than it would take to compute their tokens.
         """
         store, known = self._engine.store, self._engine.known
+        if not store.shared_places:
+            return False
         missing = [
             piece
             for document in match.documents
@@ -62,11 +64,12 @@ class Claims:
             if piece.place is None
         ]
         keys = tuple(piece.key for piece in missing)
-        state.asked = keys if keys and store.unanswered(keys) else ()
+        if not keys or not store.unanswered(keys):
+            return False
         pace = store.cost.prefill_pace()
         seconds = pace * sum(piece.tokens for piece in missing) if pace else ANSWER_SECONDS
-        state.answers_due = self._setup.clock() + min(ANSWER_SECONDS, seconds)
-        return bool(state.asked)
+        state.asked, state.answers_due = keys, self._setup.clock() + min(ANSWER_SECONDS, seconds)
+        return True
 
     def awaits_answers(self, state: RequestState) -> bool:
         """Return whether a request goes on waiting for answers. If not, the tiers are searched again."""

@@ -130,7 +130,7 @@ class SaveQueue:
 
         waiting.under_way.add(document)
         job = self._pending.begin([slot for slot in slots if slot], done)
-        self._idle = None if wanted else IdleJob(job, self._clock)
+        self._idle = None if wanted else IdleJob(job, self._clock, self._pool, self._spare)
         return LearnJob(
             job=job,
             tokens=tokens,
@@ -154,11 +154,9 @@ class SaveQueue:
         requests run, and for documents that a request waits for.
         """
         job = self._idle
-        if job is None:
+        if job is None or not job.gives_up(idle=idle, blocked=blocked or self._engine.learning.has_wanted):
             return []
-        short = not idle and self._pool.get_num_free_blocks() < self._spare
-        in_the_way = blocked or short or self._engine.learning.has_wanted
-        return [job.number] if job.gives_up(idle=idle, blocked=in_the_way) else []
+        return [job.number]
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

@@ -136,7 +136,7 @@ class Buffers:
             one.drop()
 
 
-Heads = dict[str, tuple[int, bytes] | Failed]  # sizes and first bytes of objects by name; missing ones are left out
+Heads = dict[str, tuple[int, bytes] | OSError]  # by name; missing objects may be left out
 
 
 class MooncakeClient:
@@ -150,7 +150,7 @@ class MooncakeClient:
         self._asking = ThreadPoolExecutor(ASKING_THREADS, "lmc-mooncake-ask")
         self._store: Any = None
         self._setup: Future[Any] | None = None
-        self._buffers = Buffers()
+        self.buffers = Buffers()
         self._settings = ReplicateConfig()
         self._settings.replica_num = url.replica_num
 
@@ -163,7 +163,7 @@ class MooncakeClient:
         if self._store is None:
             self._setup = self._setup or self._begin(self._asking, self._set_up)
             try:
-                self._store = self._answer(self._setup, 2 * SETUP_SECONDS)
+                self._store = self.answer(self._setup, 2 * SETUP_SECONDS)
             finally:
                 if self._setup.done():
                     self._setup = None
@@ -172,16 +172,13 @@ class MooncakeClient:
     def exist(self, names: Sequence[str], within: float) -> list[bool]:
         """Return for each object whether it exists."""
         codes = self._ask(within, self._store.batch_is_exist, list(names))
-        for code in codes:  # -900 is true.
-            if code < 0 and code not in MISSING:
-                raise Failed(self.name, code)
-        return [code == 1 for code in codes]
+        return [self._checked(code) == 1 for code in codes]  # A code such as -900 is not a hit.
 
     def heads(self, names: Sequence[str], size: int) -> "Future[Heads]":
         """Request the sizes and the first `size` bytes of objects."""
-        buffer = self._buffers.take(self._store, size * len(names))
+        buffer = self.buffers.take(self._store, size * len(names))
         call = self._move(buffer, self._heads, list(names), size)
-        call.add_done_callback(lambda call: self._buffers.give_back(buffer, call))
+        call.add_done_callback(lambda call: self.buffers.give_back(buffer, call))
         return call
 
     def range(self, name: str, start: int, stop: int, *, now: bool) -> "RangeRequest | None":
@@ -189,41 +186,47 @@ class MooncakeClient:
 
         Returns None while all buffers are in use, unless the bytes are needed `now`.
         """
-        ahead = self._buffers.busy
+        ahead = self.buffers.busy
         if ahead >= BUFFERS and not now:
             return None
-        buffer = self._buffers.take(self._store, BUFFER_BYTES)
+        buffer = self.buffers.take(self._store, BUFFER_BYTES)
         call = self._move(buffer, self._range, name, start, stop)
         # Each turn of the threads may take the deadline.
-        return RangeRequest(self, self._buffers, buffer, call, stop - start, self.deadline * (1 + ahead // THREADS))
+        return RangeRequest(self, buffer, call, stop - start, self.deadline * (1 + ahead // THREADS))
 
     def head(self, answer: "Future[Heads]", name: str) -> tuple[int, bytes]:
         """Return the size and the first bytes of an object, from the answer to a request.
 
         Raises `FileNotFoundError` for a missing object, `TimeoutError` without an answer, `OSError` for other errors.
         """
-        found = self._answer(answer, self.deadline).get(name)
-        if found is None:
-            raise FileNotFoundError(name)
-        if isinstance(found, Failed):
+        found = self.answer(answer, self.deadline).get(name, FileNotFoundError(name))
+        if isinstance(found, OSError):
             raise found
         return found
 
-    def wait_for(self, answer: "Future[None]", within: float) -> None:
-        """Wait for the bytes of an object. Raises the same errors."""
-        self._answer(answer, within)
+    def answer(self, call: "Future[T]", within: float) -> T:
+        """Return the answer to a call. Raises `TimeoutError` without one, and the errors of the call."""
+        try:
+            return call.result(within)
+        except TimeoutError as error:
+            if call.done():  # The call itself has ended with this error.
+                raise
+            call.cancel()
+            raise TimeoutError(f"{self.name}: no answer in {within:g} s") from error
+        except CancelledError:
+            raise OSError(f"{self.name}: closed") from None
 
     def put(self, name: str, parts: Sequence[memoryview | bytes], within: float) -> bool:
         """Store an object. Returns false if it existed. Raises `MemoryError` if the store has no memory for it."""
         size, at = sum(map(len, parts)), 0
-        buffer = self._buffers.take(self._store, size)
+        buffer = self.buffers.take(self._store, size)
         for part in parts:
             buffer.view[at : at + len(part)] = part
             at += len(part)
         call = self._move(buffer, self._put, name, size)
-        call.add_done_callback(lambda call: self._buffers.give_back(buffer, call))
+        call.add_done_callback(lambda call: self.buffers.give_back(buffer, call))
         try:
-            self._answer(call, within)
+            self.answer(call, within)
         except Failed as error:
             if error.code == FULL:
                 raise MemoryError from None
@@ -234,10 +237,7 @@ class MooncakeClient:
 
     def remove(self, name: str) -> bool:
         """Remove an object, also one that is being read. Returns false if it was missing."""
-        code = self._ask(self.deadline, self._store.remove, name, True)
-        if code != 0 and code not in MISSING:
-            raise Failed(self.name, code)
-        return bool(code == 0)
+        return self._checked(self._ask(self.deadline, self._store.remove, name, True)) == 0
 
     def size(self, name: str) -> int:
         """Return an object's size in bytes; 0 for a missing one."""
@@ -252,9 +252,9 @@ class MooncakeClient:
         for threads in (self._moving, self._asking):
             threads.shutdown(wait=False, cancel_futures=True)
         until = time.monotonic() + STOP_SECONDS
-        while self._buffers.busy and time.monotonic() < until:
+        while self.buffers.busy and time.monotonic() < until:
             time.sleep(STOP_SECONDS / 100)
-        if self._store is not None and responds and not self._buffers.busy:
+        if self._store is not None and responds and not self.buffers.busy:
             self._store.close()
 
     # -- in the threads ----------------------------------------------------------------------------------------------
@@ -276,12 +276,13 @@ class MooncakeClient:
             raise OSError(f"{self.name}: its client cannot be set up ({code}); it says why on standard error")
         return store
 
-    def _heads(self, buffer: Buffer, names: list[str], size: int) -> "Heads":
+    def _heads(self, buffer: Buffer, names: list[str], size: int) -> Heads:
         sizes: dict[str, int] = {}
         for name in names:
             sizes[name] = self._store.get_size(name)
-            if self._closed or (sizes[name] < 0 and sizes[name] not in MISSING):
-                raise Failed(self.name, sizes[name])  # The others would take as long.
+            if self._closed:
+                raise OSError(f"{self.name}: closed")
+            self._checked(sizes[name])  # If this one fails, the others would take as long.
         lengths = {name: min(found, size) for name, found in sizes.items() if found > 0}
         heads: Heads = {}
         if not lengths:
@@ -291,22 +292,22 @@ class MooncakeClient:
         began = time.monotonic()
         (answers,) = self._store.get_into_ranges([buffer.address], [list(lengths)], *ranges)
         for (name, length), at, (code,) in zip(lengths.items(), places, answers, strict=True):
-            if code == length:
-                heads[name] = sizes[name], bytes(buffer.view[at : at + code])
-            else:
-                failed = Failed(self.name, code, began)
-                if code not in MISSING or not failed.at_rest:
-                    heads[name] = failed
+            error = self._error_of(name, code, length, began)
+            heads[name] = error or (sizes[name], bytes(buffer.view[at : at + length]))
         return heads
 
     def _range(self, buffer: Buffer, name: str, start: int, stop: int) -> None:
         ranges, began = ([[[0]]], [[[start]]], [[[stop - start]]]), time.monotonic()
         (((code,),),) = self._store.get_into_ranges([buffer.address], [[name]], *ranges)
+        if error := self._error_of(name, code, stop - start, began):
+            raise error
+
+    def _error_of(self, name: str, code: int, wanted: int, began: float) -> OSError | None:
+        """Return the error of a read that began at a time and was to have `wanted` bytes; None if it has them."""
+        if code == wanted:
+            return None
         failed = Failed(self.name, code, began)
-        if code in MISSING and failed.at_rest:
-            raise FileNotFoundError(name)
-        if code != stop - start:
-            raise failed
+        return FileNotFoundError(name) if code in MISSING and failed.at_rest else failed
 
     def _put(self, buffer: Buffer, name: str, size: int) -> None:
         code = self._store.put_from(name, buffer.address, size, self._settings)
@@ -329,23 +330,18 @@ class MooncakeClient:
         except OSError:
             never: Future[T] = Future()
             never.cancel()
-            self._buffers.give_back(buffer, never)
+            self.buffers.give_back(buffer, never)
             raise
+
+    def _checked(self, code: int) -> int:
+        """Return the master's answer about an object. Raises `Failed` for errors, unless the object is missing."""
+        if code < 0 and code not in MISSING:
+            raise Failed(self.name, code)
+        return code
 
     def _ask(self, within: float, call: Callable[..., T], *arguments: object) -> T:
         """Return the answer of the master. Bytes that move do not delay it."""
-        return self._answer(self._begin(self._asking, call, *arguments), within)
-
-    def _answer(self, future: "Future[T]", within: float) -> T:
-        try:
-            return future.result(within)
-        except TimeoutError as error:
-            if future.done():  # The call itself has ended with this error.
-                raise
-            future.cancel()
-            raise TimeoutError(f"{self.name}: no answer in {within:g} s") from error
-        except CancelledError:
-            raise OSError(f"{self.name}: closed") from None
+        return self.answer(self._begin(self._asking, call, *arguments), within)
 
 
 def _last_error(said: bytes | None) -> str:
@@ -365,24 +361,16 @@ def _address_towards(url: MooncakeURL) -> str:
 class RangeRequest:
     """A request for bytes of an object."""
 
-    def __init__(
-        self,
-        client: MooncakeClient,
-        buffers: Buffers,
-        buffer: Buffer,
-        call: "Future[None]",
-        size: int,
-        within: float,
-    ) -> None:
-        self._client, self._buffers, self._buffer, self._call = client, buffers, buffer, call
-        self._size, self._within = size, within
+    def __init__(self, client: MooncakeClient, buffer: Buffer, call: "Future[None]", size: int, within: float) -> None:
+        """Store the call that fills `buffer` with `size` bytes, whose answer is awaited for `within` seconds."""
+        self._client, self._buffer, self._call, self._size, self._within = client, buffer, call, size, within
 
     def bytes(self) -> memoryview:
-        """Return the bytes, which are valid until `close`. Raises the errors of `MooncakeClient.wait_for`."""
-        self._client.wait_for(self._call, self._within)
+        """Return the bytes, which are valid until `close`. Raises the errors of `MooncakeClient.head`."""
+        self._client.answer(self._call, self._within)
         return self._buffer.view[: self._size]
 
     def close(self) -> None:
         """Give the buffer back, as soon as nothing writes into it any more."""
         self._call.cancel()
-        self._call.add_done_callback(lambda call: self._buffers.give_back(self._buffer, call))
+        self._call.add_done_callback(lambda call: self._client.buffers.give_back(self._buffer, call))

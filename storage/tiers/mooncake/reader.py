@@ -5,18 +5,11 @@ from contextlib import AbstractContextManager
 
 from lmc.keys import ChunkKey
 from lmc.storage.tiers.mooncake.client import BUFFER_BYTES, MooncakeClient, RangeRequest
-from lmc.storage.tiers.record import (
-    RecordMeta,
-    checksum,
-    compare,
-    header_of,
-    header_size,
-    removed_if_corrupt,
-    split_parts,
-)
+from lmc.storage.tiers.pool import PoolReader
+from lmc.storage.tiers.record import header_of, header_size
 
 
-class MooncakeReader:
+class MooncakeReader(PoolReader):
     """An open record."""
 
     def __init__(
@@ -28,17 +21,13 @@ class MooncakeReader:
         discard: Callable[[ChunkKey], object],
         reported: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Verify the header. `head` is the size of the object and its first bytes, with the whole header.
-
-        `discard` removes a record if a later read finds a corrupt part. `reported` is a context in which answers are
-        awaited, so that the circuit breaker hears of missing ones.
-        """
+        """Verify the header. `head` is the size of the object and its first bytes, with the whole header."""
+        super().__init__(discard, reported)
         size, first = head
-        self._client, self._name, self._discard, self._reported = client, name, discard, reported
-        self._size = size
+        self._client, self._name, self._size = client, name, size
         self._pieces: dict[int, RangeRequest] = {}  # requested pieces of `BUFFER_BYTES`, by number
         self._start = header_size(first[:8], size)
-        self.meta: RecordMeta = header_of(first[: self._start], key, size)
+        self.meta = header_of(first[: self._start], key, size)
 
     def request(self, first: int, count: int) -> None:
         """Request these parts, to be read later, as far as there are buffers for them."""
@@ -46,17 +35,6 @@ class MooncakeReader:
         for number in _numbers(start, stop):
             if number not in self._pieces and (request := self._request(number, now=False)) is not None:
                 self._pieces[number] = request
-
-    def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
-        """Fill `into` with `count` parts, and verify each part. A corrupt part deletes the record."""
-        with removed_if_corrupt(self._discard, self.meta.key):
-            self.verified(first, count, into)
-
-    def verified(self, first: int, count: int, into: Sequence[memoryview]) -> None:
-        """Fill `into` with `count` parts. Raises `CorruptRecord` for a corrupt part, without deleting the record."""
-        parts = split_parts(into, self.meta.stored[first : first + count])
-        self._fill(parts, self._start + self.meta.offset(first))
-        compare(map(checksum, parts), self.meta.checksums[first : first + count], first)
 
     def close(self) -> None:
         """End all requests."""
@@ -68,10 +46,11 @@ class MooncakeReader:
         start = number * BUFFER_BYTES
         return self._client.range(self._name, start, min(start + BUFFER_BYTES, self._size), now=now)
 
-    def _fill(self, views: Sequence[memoryview], start: int) -> None:
-        """Fill views with the bytes from an offset in the object on. Pieces are kept until their ends were read."""
-        for view in views:
-            stop = start + len(view)
+    def _receive(self, first: int, count: int, parts: Sequence[memoryview]) -> None:
+        """Copy the bytes of parts. Pieces are kept until their ends were read."""
+        start = self._start + self.meta.offset(first)
+        for part in parts:
+            stop = start + len(part)
             for number in _numbers(start, stop):
                 if number not in self._pieces:
                     request = self._request(number, now=True)
@@ -81,7 +60,7 @@ class MooncakeReader:
                     blob = self._pieces[number].bytes()
                 first = number * BUFFER_BYTES
                 begin, end = max(start, first), min(stop, first + len(blob))
-                view[begin - start : end - start] = blob[begin - first : end - first]
+                part[begin - start : end - start] = blob[begin - first : end - first]
                 if end == first + len(blob):
                     self._pieces.pop(number).close()
             start = stop

@@ -21,18 +21,15 @@ from lmc.shapes import KIB
 from lmc.storage.tiers.breaker import WritePause
 from lmc.storage.tiers.mooncake.client import BUFFER_BYTES, Heads, MooncakeClient
 from lmc.storage.tiers.mooncake.reader import MooncakeReader
-from lmc.storage.tiers.pool import PoolTier
+from lmc.storage.tiers.pool import CLOSING_SECONDS, PROMPTLY, SLOWEST_RATE, PoolTier
 from lmc.storage.tiers.record import RecordMeta, checksums, encode_header, header_size, removed_if_corrupt
 from lmc.storage.tiers.tier import Entry, Written
 
-PROMPTLY = 0.4  # share of the deadline for a lookup
 HEAD_BYTES = 8 * KIB  # that are requested of each record when it is opened, until a header was longer
 HEADS = 64  # records whose headers are requested together
-SLOWEST_RATE = 4 << 20  # bytes a second; a write may take the deadline and the time at this rate
 LIST_SECONDS = 30.0  # deadline for the list of all objects
 PAUSE_SECONDS = 5.0  # Writing pauses for this time if the store has no memory.
 SAID_EVERY = 600.0  # seconds between two warnings about that
-CLOSING_SECONDS = 1.0  # `close` waits at most this long for a probe in flight
 
 
 class MooncakeTier(PoolTier):
@@ -46,7 +43,7 @@ class MooncakeTier(PoolTier):
         super().__init__(url.place, str(url))
         self._url, self._folder, self._prompt = url, f"{prefix}/{FORMAT}", deadline * PROMPTLY
         self._ours = re.compile(re.escape(self._folder) + "/([0-9a-f]{64})")
-        self._client, self._deadline = MooncakeClient(url, deadline), deadline
+        self._client = MooncakeClient(url, deadline)
         self._thread = threading.local()  # `heads`: the requests for heads of records that a thread opens next
         self._pause, self._head_bytes = WritePause(), HEAD_BYTES
         try:
@@ -88,13 +85,13 @@ class MooncakeTier(PoolTier):
             return Written.REFUSED
         name = self._path(meta.key)
         with self._reported():
-            if self._client.exist([name], self._deadline)[0]:
+            if self._client.exist([name], self._client.deadline)[0]:
                 return Written.PRESENT
         header = encode_header(replace(meta, checksums=checksums(meta, parts)))
         size = len(header) + sum(map(len, parts))
         try:
             with self._reported():
-                stored = self._client.put(name, [header, *parts], self._deadline + size / SLOWEST_RATE)
+                stored = self._client.put(name, [header, *parts], self._client.deadline + size / SLOWEST_RATE)
         except MemoryError:
             full = OSError(f"{self._title} has no memory left: give it more hosts or a larger global_segment_size")
             self._pause.begin(full, PAUSE_SECONDS, SAID_EVERY)

@@ -12,15 +12,8 @@ from lmc.errors import CorruptRecord
 from lmc.keys import ChunkKey
 from lmc.shapes import ALIGN
 from lmc.storage.tiers.objects.calls import Calls
-from lmc.storage.tiers.record import (
-    RecordMeta,
-    checksum,
-    compare,
-    header_of,
-    header_size,
-    removed_if_corrupt,
-    split_parts,
-)
+from lmc.storage.tiers.pool import PoolReader
+from lmc.storage.tiers.record import header_of, header_size
 
 PIECE_BYTES = 256 << 10  # The library collects at least this much before it hands over bytes.
 
@@ -100,7 +93,7 @@ class ObjectStream:
                 self._changed.notify()
 
 
-class ObjectReader:
+class ObjectReader(PoolReader):
     """An open record."""
 
     def __init__(
@@ -115,13 +108,12 @@ class ObjectReader:
         *,
         streams: bool,
     ) -> None:
-        """Read and verify the header. `discard` removes a record if a later read finds a corrupt part.
+        """Read and verify the header.
 
-        `reported` is a context in which answers are awaited, so that the circuit breaker hears of missing ones.
         If not `streams`, only the header is read from the stream, and parts by requests for ranges.
         """
-        self._store, self._path, self._stream, self._calls, self._discard = store, path, stream, calls, discard
-        self._reported = reported
+        super().__init__(discard, reported)
+        self._store, self._path, self._stream, self._calls = store, path, stream, calls
         self._streams = streams
         self._requested: dict[tuple[int, int], Future[Any]] = {}  # answers with the bytes of parts
         header = bytearray(min(ALIGN, stream.size))
@@ -129,7 +121,7 @@ class ObjectReader:
         self._start = header_size(bytes(header[:8]), stream.size)
         rest = bytearray(self._start - len(header))
         self._fill([memoryview(rest)])
-        self.meta: RecordMeta = header_of(bytes(header + rest), key, stream.size)
+        self.meta = header_of(bytes(header + rest), key, stream.size)
         if not streams:
             stream.close()
 
@@ -138,14 +130,7 @@ class ObjectReader:
         if not self._streams:
             self._requested[first, count] = self._range(first, count)
 
-    def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
-        """Fill `into` with `count` parts, and verify each part. A corrupt part deletes the record."""
-        with removed_if_corrupt(self._discard, self.meta.key):
-            self.verified(first, count, into)
-
-    def verified(self, first: int, count: int, into: Sequence[memoryview]) -> None:
-        """Fill `into` with `count` parts. Raises `CorruptRecord` for a corrupt part, without deleting the record."""
-        parts = split_parts(into, self.meta.stored[first : first + count])
+    def _receive(self, first: int, count: int, parts: Sequence[memoryview]) -> None:
         if self._streams and self._start + self.meta.offset(first) == self._stream.position:
             self._fill(parts)
         else:  # Parts of a stream are usually read in order. Any other range is a request of its own.
@@ -157,7 +142,6 @@ class ObjectReader:
             for part in parts:
                 part[:] = blob[: len(part)]
                 blob = blob[len(part) :]
-        compare(map(checksum, parts), self.meta.checksums[first : first + count], first)
 
     def close(self) -> None:
         """End all requests."""

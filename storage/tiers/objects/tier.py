@@ -33,17 +33,15 @@ from lmc.storage.locks import Rank, new_lock
 from lmc.storage.tiers.breaker import FAILURES, WritePause
 from lmc.storage.tiers.objects.calls import MISSING, Calls
 from lmc.storage.tiers.objects.reader import ObjectReader, ObjectStream
-from lmc.storage.tiers.pool import PoolTier
+from lmc.storage.tiers.pool import CLOSING_SECONDS, PROMPTLY, SLOWEST_RATE, PoolTier
 from lmc.storage.tiers.record import SUFFIX, RecordMeta, checksums, encode_header, file_of, removed_if_corrupt
 from lmc.storage.tiers.tier import Entry, Written
 
-PROMPTLY = 0.4  # share of the deadline for a lookup
 KNOWN_KEYS = 1 << 16  # keys that are remembered as present, and as absent
 PRESENT_SECONDS, ABSENT_SECONDS = 600.0, 10.0  # for which the answer to a lookup is remembered
 LOOKUP_SECONDS = 0.01  # that a lookup waits for answers
 AT_ONCE = 64  # requests of a lookup
 STREAMS_AT_ONCE = 16  # records that a thread requests at the same time
-SLOWEST_RATE = 4 << 20  # bytes a second; a write may take the deadline and the time at this rate
 AHEAD_BYTES = 4 << 20  # that are received of each record before they are read, at most
 ALL_AHEAD_BYTES = 64 << 20  # the same, of all records that a thread reads at the same time
 WHOLE_BYTES = 64 << 20  # A larger record is uploaded in several requests.
@@ -51,7 +49,6 @@ LISTED = 1000  # objects in one answer
 LIST_SECONDS = 30.0  # deadline for one answer
 PAUSE_SECONDS = 30.0  # Writing pauses for this time after a refusal.
 SAID_EVERY = 600.0  # seconds between two warnings about refused writes
-CLOSING_SECONDS = 1.0  # `close` waits at most this long for a probe in flight
 
 
 class _Announced(threading.local):
