@@ -8,7 +8,8 @@ that are present.
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+from functools import lru_cache
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from lmc.keys import ChunkKey, RecordKind
 from lmc.storage.locks import Rank, new_lock
@@ -68,20 +69,29 @@ class Changes(Protocol):
         """Return the number of the last change, and the chunks in each place after it."""
 
 
+Facts: TypeAlias = tuple[RecordKind, int, bytes, str, str, int]  # the fields of a `Chunk` after its key
+
+
+@lru_cache(maxsize=4096)
+def _one_object(facts: Facts) -> Facts:
+    """Return the same object for equal facts: a disk has millions of chunks of few kinds."""
+    return facts
+
+
 class _Place:
     """The chunks in one place, and the amounts that models and tenants have of it."""
 
     __slots__ = ("bytes_of_models", "bytes_of_tenants", "chunks", "held")
 
     def __init__(self) -> None:
-        self.chunks: dict[ChunkKey, Chunk] = {}
+        self.chunks: dict[ChunkKey, Facts] = {}
         self.held: dict[tuple[str, str], list[int]] = {}  # chunks, tokens, bytes, by model and tenant
         self.bytes_of_models: dict[str, int] = {}
         self.bytes_of_tenants: dict[str, int] = {}
 
-    def count(self, chunk: Chunk, sign: int) -> None:
+    def count(self, facts: Facts, sign: int) -> None:
         """Add a chunk that has appeared (`sign` 1) to the amounts, or subtract one that has left (-1)."""
-        _, _, tokens, _, model, tenant, size = chunk
+        _, tokens, _, model, tenant, size = facts
         owner = (model, tenant)
         held = self.held.get(owner)
         if held is None:
@@ -142,7 +152,10 @@ class ChangeLog(Changes):
         """Return the number of the last change, and the chunks in each place after it."""
         with self._lock:
             self._work_out()
-            return self._number, {name: list(place.chunks.values()) for name, place in self._places.items()}
+            return self._number, {
+                name: [Chunk(key, *facts) for key, facts in place.chunks.items()]
+                for name, place in self._places.items()
+            }
 
     def held(self) -> dict[tuple[str, str, str], Amount]:
         """Return the amount that each place has of each model and tenant."""
@@ -180,15 +193,17 @@ class ChangeLog(Changes):
             name, key, new = noted.popleft()
             place = places[name]
             if new is None:
-                chunk = place.chunks.pop(key, None)
-                if chunk is None:
+                facts = place.chunks.pop(key, None)
+                if facts is None:
                     continue
-                place.count(chunk, -1)
+                place.count(facts, -1)
+                chunk = Chunk(key, *facts)
             elif key in place.chunks:
                 continue
             else:
-                chunk = place.chunks[key] = new
-                place.count(chunk, 1)
+                facts = place.chunks[key] = _one_object(new[1:])
+                place.count(facts, 1)
+                chunk = new
             self._number += 1
             changes.append((chunk, name, new is not None))
 

@@ -40,6 +40,14 @@ class Pin(NamedTuple):
     lease: int  # a number that is unique among all pins and reservations
 
 
+class StoredChunk(NamedTuple):
+    """A chunk that is stored when an engine starts."""
+
+    place: str
+    meta: RecordMeta  # without sizes and checksums of parts
+    used: float  # when it was last used, in seconds since 1970; 0 if it is only in memory
+
+
 class Reservation(NamedTuple):
     """A reserved slot that the caller fills before `commit` or `abort`."""
 
@@ -118,11 +126,11 @@ class ChunkStore(Protocol):
     def copies(self, keys: Sequence[ChunkKey]) -> list[str]:
         """Return the places that have all of these chunks, without the tiers that other processes share."""
 
-    def records(self) -> Iterator[tuple[str, RecordMeta]]:
-        """Return the chunks that are stored when an engine starts, with their places."""
+    def records(self) -> Iterator[StoredChunk]:
+        """Return the chunks in memory and in the tiers that are not shared: of each place, the last used one first.
 
-    def last_uses(self) -> dict[ChunkKey, float]:
-        """Return the time of the last use of each record in the tiers that are not shared, in seconds since 1970."""
+        A chunk in several places is listed once. One that is used or moved meanwhile may come twice.
+        """
 
     def known_keys(self) -> set[ChunkKey]:
         """Return every key in memory and in the tiers that are not shared."""

@@ -13,9 +13,10 @@ has no share, so that no space is kept for a tenant that does not return.
 import heapq
 import itertools
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from functools import lru_cache
+from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from lmc.keys import RecordKind
 
@@ -44,6 +45,20 @@ class EvictionClass(IntEnum):  # Hashing a plain `Enum` took a tenth of the time
 Queues: TypeAlias = dict[EvictionClass, OrderedDict[T, int]]  # entry -> time of its last use, oldest first
 
 
+class Facts(NamedTuple):
+    """What the order knows of an entry. Equal facts are one object, because a disk has millions of few kinds."""
+
+    eviction_class: EvictionClass
+    size: float
+    owner: Owner | None = None
+
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def of(cls, eviction_class: EvictionClass, size: float, owner: Owner | None = None) -> "Facts":
+        """Return the object with these values."""
+        return cls(eviction_class, size, owner)
+
+
 class EvictionOrder(Generic[T]):
     """The entries of a place, in use or evictable. All operations are O(1), except an occasional fair choice."""
 
@@ -55,7 +70,7 @@ class EvictionOrder(Generic[T]):
         them. With `fair`, each owner has a fair share.
         """
         self._share, self._pins_yield, self._fair = share, pins_yield, fair
-        self._entries: dict[T, tuple[EvictionClass, float, Owner | None]] = {}  # with the size of each
+        self._entries: dict[T, Facts] = {}
         self._taken = [0.0] * len(EvictionClass)  # by entries in use and evictable
         self._queues: Queues[T] = _empty_queues()  # of the evictable entries
         self._owned: defaultdict[Owner, Queues[T]] = defaultdict(_empty_queues)
@@ -82,10 +97,18 @@ class EvictionOrder(Generic[T]):
 
     def insert(self, entry: T, eviction_class: EvictionClass, size: float = 1, owner: Owner | None = None) -> None:
         """Add an entry that is in use. It becomes evictable with `release`."""
-        self._entries[entry] = eviction_class, size, owner
+        self._entries[entry] = Facts.of(eviction_class, size, owner)
         self._taken[eviction_class] += size
         if self._fair is not None and owner is not None:
             self._fair.count(owner, size)
+
+    def fill(self, entries: Iterable[tuple[T, EvictionClass, float]]) -> None:
+        """Add evictable entries without owners, least recently used first, with the class and the size of each."""
+        known, queues, taken, clock = self._entries, self._queues, self._taken, self._clock
+        for entry, eviction_class, size in entries:
+            known[entry] = Facts.of(eviction_class, size)
+            taken[eviction_class] += size
+            queues[eviction_class][entry] = next(clock)
 
     def remove(self, entry: T) -> None:
         """Remove an entry, in use or evictable."""
@@ -131,7 +154,7 @@ class EvictionOrder(Generic[T]):
         before, size, owner = self._entries[entry]
         if before is eviction_class:
             return
-        self._entries[entry] = eviction_class, size, owner
+        self._entries[entry] = Facts.of(eviction_class, size, owner)
         self._taken[before] -= size
         self._taken[eviction_class] += size
         owned = self._owned.get(owner) if owner is not None else None
@@ -139,9 +162,10 @@ class EvictionOrder(Generic[T]):
             if entry in queues[before]:
                 queues[eviction_class][entry] = queues[before].pop(entry)
 
-    def class_of(self, entry: T) -> EvictionClass:
-        """Return the class of an entry."""
-        return self._entries[entry][0]
+    @property
+    def entries(self) -> Mapping[T, Facts]:
+        """All entries, in use or evictable."""
+        return self._entries
 
     def __iter__(self) -> Iterator[T]:
         """Return all evictable entries, least recently used first, regardless of their class."""

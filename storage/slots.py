@@ -220,7 +220,7 @@ class SlotPool:
 
     def _evict(self, slot: Slot) -> None:
         self.evictions += 1
-        self.document_evictions += self._order.class_of(slot) is not EvictionClass.OTHER
+        self.document_evictions += self._order.entries[slot].eviction_class is not EvictionClass.OTHER
         key = self._remove(slot)
         if key not in self._slots_of:
             self._changes.left(self.name, key)

@@ -16,7 +16,7 @@ import torch
 from lmc.errors import ChunkLost
 from lmc.keys import ChunkKey
 from lmc.storage.change_log import ChangeLog
-from lmc.storage.contract import ChunkStore, Pin, PinState, Reservation
+from lmc.storage.contract import ChunkStore, Pin, PinState, Reservation, StoredChunk
 from lmc.storage.eviction import FairShares, Owner
 from lmc.storage.loader import Loader
 from lmc.storage.memory.slab import Slab, Slot
@@ -335,23 +335,18 @@ class Store(ChunkStore):
         of_tiers = [f"{tier.name}: {fault}" for tier in self._local for fault in tier.faults()]
         return [*self._state.faults(), *of_tiers]
 
-    def records(self) -> Iterator[tuple[str, RecordMeta]]:
-        """Read the header of every record in the tiers that only this process uses, and add it to the change log.
-
-        Yields the tier's name and the record's metadata.
-        """
+    def records(self) -> Iterator[StoredChunk]:
+        """See `ChunkStore.records`. Reading a record of a tier adds it to the change log."""
+        for held in self._state.resident().values():
+            if not any(tier.contains([held.meta.key])[0] for tier in self._local):
+                yield StoredChunk(held.pool.name, held.meta, 0.0)
         for tier in self._local:
-            for meta in tier.headers():
-                yield tier.name, meta
+            for meta, used in tier.headers():
+                yield StoredChunk(tier.name, meta, used)
 
     def in_memory(self) -> Iterator[tuple[str, RecordMeta]]:
         """Return an iterator over every chunk in memory, with its place."""
         return ((held.pool.name, held.meta) for held in self._state.resident().values())
-
-    def last_uses(self) -> dict[ChunkKey, float]:
-        """Return the last use of each record in the tiers that only this process uses, in seconds since 1970."""
-        uses = [self._guard(tier, "lookup", tier.last_uses) or {} for tier in self._local]
-        return {key: used for of_tier in uses for key, used in of_tier.items()}
 
     def held(self) -> int:
         """Return the number of slots that are held or being written. It is 0 when the store is idle."""
@@ -359,7 +354,7 @@ class Store(ChunkStore):
 
     def known_keys(self) -> set[ChunkKey]:
         """Return every key in memory and in the tiers that only this process uses."""
-        return {*self._state.resident(), *self.last_uses()}
+        return {*self._state.resident(), *(key for tier in self._local for key in tier.all_keys())}
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

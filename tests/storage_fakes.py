@@ -219,19 +219,20 @@ class DictTier:
         with self._mutex:
             return iter([Entry(key=k, bytes=len(r), used=self.used.get(k, 0)) for k, r in self.records.items()])
 
-    def last_uses(self) -> dict[ChunkKey, float]:
-        return {entry.key: entry.used for entry in self.entries()}
-
-    def headers(self) -> Iterator[RecordMeta]:
+    def all_keys(self) -> list[ChunkKey]:
         with self._mutex:
-            records = [bytes(record) for record in self.records.values()]
-        for record in records:
+            return list(self.records)
+
+    def headers(self) -> Iterator[tuple[RecordMeta, float]]:
+        with self._mutex:
+            records = [(bytes(record), self.used.get(key, 0)) for key, record in reversed(self.records.items())]
+        for record, used in records:
             with suppress(CorruptRecord):
                 meta = decode_header(record[: header_size(record[:8])])
+                yield meta, used
                 with self._mutex:
                     if self.changes and meta.key in self.records:
                         self.changes.appeared(self.name, meta)
-                yield meta
 
     def note_use(self, keys: Sequence[ChunkKey]) -> None:
         pass

@@ -271,7 +271,7 @@ def test_the_contract_is_all_that_engines_need():
     """A method that is added to it is a method that a service has to serve."""
     assert set(METHODS) == {
         "lookup", "unanswered", "pin", "state", "arrived", "part", "release", "begin", "view", "commit", "abort",
-        "forget", "stats", "copies", "pinned", "records", "last_uses", "known_keys", "held", "trim", "flush", "close",
+        "forget", "stats", "copies", "pinned", "records", "known_keys", "held", "trim", "flush", "close",
     }  # fmt: skip
 
 

@@ -83,7 +83,7 @@ def test_a_start_reads_no_record(tmp_path, monkeypatch):
                 expected.append(indexed(reader.meta))
     monkeypatch.setattr(disk, "DiskReader", refuse)
     with closing(DiskTier(tmp_path, ROOM)) as tier:
-        assert list(tier.headers()) == expected
+        assert [meta for meta, _ in tier.headers()] == expected[::-1]
         settled(tier)
         assert tier.contains(KEYS) == [True] * len(KEYS)
         assert tier.bytes == len(KEYS) * RECORD_BYTES
@@ -110,8 +110,8 @@ def test_a_record_that_was_removed_or_replaced_does_not_come_back(tmp_path):
         tier.delete(KEYS[1])
         write(tier, KEYS[1])
     with closing(DiskTier(tmp_path, ROOM)) as tier:
-        assert {meta.key: meta.label for meta in tier.headers()}.keys() == {*KEYS[1:]}
-        assert [meta.label for meta in tier.headers() if meta.key == KEYS[1]] == [""]
+        assert {meta.key: meta.label for meta, _ in tier.headers()}.keys() == {*KEYS[1:]}
+        assert [meta.label for meta, _ in tier.headers() if meta.key == KEYS[1]] == [""]
 
 
 # -- killed processes ------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_records_without_a_row_are_found_after_a_kill(tmp_path, committed, monke
     with closing(DiskTier(left, ROOM)) as again:
         changes = ChangeLog()
         again.report_to(changes)
-        assert {meta.key for meta in again.headers()} == {*KEYS}
+        assert {meta.key for meta, _ in again.headers()} == {*KEYS}
         assert {chunk.key for chunk in changes.present()[1]["disk"]} == {*KEYS}
         assert again.bytes == len(KEYS) * RECORD_BYTES
         assert again.check() == []
@@ -145,7 +145,7 @@ def test_rows_without_a_record_are_forgotten_after_a_kill(tmp_path, monkeypatch)
     tier.close()
     with closing(DiskTier(left, ROOM)) as again:
         assert again.contains(KEYS) == [False] * 5 + [True] * 7
-        assert {meta.key for meta in again.headers()} == {*KEYS[5:]}
+        assert {meta.key for meta, _ in again.headers()} == {*KEYS[5:]}
         assert again.bytes == 7 * RECORD_BYTES
         assert again.faults() == []
 
@@ -188,7 +188,9 @@ def test_an_older_directory_is_taken_over_in_place(tmp_path):
         path.write_bytes(raw_record(meta_of(key)))
         os.utime(path, (1000 + number, 1000 + number))
     with closing(DiskTier(tmp_path, ROOM)) as tier:
-        assert [meta.key for meta in tier.headers()] == shuffled
+        assert [(meta.key, used) for meta, used in tier.headers()] == [
+            (key, 1000 + number) for number, key in reversed([*enumerate(shuffled)])
+        ]
         assert order(tier) == shuffled
         assert [entry.used for entry in tier.entries()] == [1000 + number for number in range(len(KEYS))]
 
@@ -207,7 +209,7 @@ def test_what_others_have_added_and_removed_is_noticed_in_the_background(tmp_pat
         assert read(tier, KEYS[7]) == bytes(stored(meta_of(KEYS[7])))
         assert tier.faults() == []
     with closing(DiskTier(tmp_path, ROOM)) as tier:
-        assert {meta.key for meta in tier.headers()} == {*KEYS[1:6], KEYS[7]}
+        assert {meta.key for meta, _ in tier.headers()} == {*KEYS[1:6], KEYS[7]}
 
 
 def test_nothing_is_forgotten_while_the_records_are_away(tmp_path, monkeypatch):
@@ -216,7 +218,7 @@ def test_nothing_is_forgotten_while_the_records_are_away(tmp_path, monkeypatch):
     with closing(DiskTier(tmp_path, ROOM)) as tier:
         settled(tier)
         (tmp_path / "records").rename(tmp_path / "away")
-        tier._compare_gently()
+        tier._compare(tier._rows, gently=True)
         (tmp_path / "away").rename(tmp_path / "records")
         assert tier.contains(KEYS) == [True] * len(KEYS)
         assert len(list(tier.headers())) == len(KEYS)
@@ -232,7 +234,7 @@ def test_an_index_is_not_trusted_after_a_start_that_failed(tmp_path, monkeypatch
         with pytest.raises(TierUnusable, match="Permission denied"):
             DiskTier(left, ROOM)
     with closing(DiskTier(left, ROOM)) as tier:
-        assert {meta.key for meta in tier.headers()} == {*KEYS}
+        assert {meta.key for meta, _ in tier.headers()} == {*KEYS}
 
 
 def test_a_guest_knows_the_uses_of_the_owner(tmp_path, monkeypatch):
@@ -288,18 +290,18 @@ def test_a_damaged_database_that_can_be_read_is_built_anew_at_the_next_start(tmp
     assert not list(tmp_path.glob("index*"))
     monkeypatch.undo()
     with closing(DiskTier(tmp_path, ROOM)) as tier:
-        assert {meta.key for meta in tier.headers()} == {*KEYS[1:]}
+        assert {meta.key for meta, _ in tier.headers()} == {*KEYS[1:]}
 
 
 def test_a_lost_database_is_built_anew_with_a_warning_only_if_it_was_damaged(tmp_path, caplog):
     filled(tmp_path).close()
     (tmp_path / index.FILE).unlink()
     with closing(DiskTier(tmp_path, ROOM)) as tier:
-        assert {meta.key for meta in tier.headers()} == {*KEYS}
+        assert {meta.key for meta, _ in tier.headers()} == {*KEYS}
     assert caplog.records == []
     (tmp_path / index.FILE).write_bytes(b"not a database" * 100)
     with closing(DiskTier(tmp_path, ROOM)) as tier:
-        assert {meta.key for meta in tier.headers()} == {*KEYS}
+        assert {meta.key for meta, _ in tier.headers()} == {*KEYS}
     assert "cannot be used (file is not a database): it is built anew" in caplog.text
 
 
@@ -308,7 +310,7 @@ def test_a_database_of_another_version_is_built_anew(tmp_path, caplog):
     with closing(sqlite3.connect(tmp_path / index.FILE)) as database:
         database.execute("PRAGMA user_version = 99")
     with closing(DiskTier(tmp_path, ROOM)) as tier:
-        assert {meta.key for meta in tier.headers()} == {*KEYS}
+        assert {meta.key for meta, _ in tier.headers()} == {*KEYS}
     assert "it has version 99 instead of 1" in caplog.text
 
 
@@ -328,7 +330,7 @@ def test_a_database_that_cannot_be_written_costs_only_the_next_start_time(tmp_pa
         tier.close()
     assert caplog.text.count("cannot be written") == 1
     with closing(DiskTier(tmp_path, ROOM)) as tier:
-        assert {meta.key for meta in tier.headers()} == {*KEYS}
+        assert {meta.key for meta, _ in tier.headers()} == {*KEYS}
 
 
 def test_changes_that_could_not_be_committed_are_committed_later(tmp_path, monkeypatch):
@@ -361,7 +363,7 @@ def test_a_listing_that_outlives_the_tier_leaves_the_index_of_the_next_one(tmp_p
 
 def test_a_listing_that_is_half_read_does_not_let_the_database_grow(tmp_path, monkeypatch):
     """An open query kept SQLite from emptying its write-ahead log: 260 MB in 300 commits, now 8 MB."""
-    monkeypatch.setattr(index, "PAGE", index.PAGE.replace("1000", "5"))
+    monkeypatch.setattr(index, "PAGE_ROWS", 5)
     rows = index.DiskIndex(tmp_path)
     for number, key in enumerate(KEYS):
         rows.put(meta_of(key), 100, number - 2)  # A file may be older than 1970.
@@ -375,8 +377,20 @@ def test_a_listing_that_is_half_read_does_not_let_the_database_grow(tmp_path, mo
     rows.close()
 
 
+def test_a_record_that_is_used_during_a_listing_is_not_missed(tmp_path, monkeypatch):
+    """It moves from where the listing has not been to where it has been."""
+    monkeypatch.setattr(index, "PAGE_ROWS", 3)
+    with closing(filled(tmp_path)) as tier:
+        assert commit(tier)
+        listing = tier.headers()
+        listed = [next(listing)[0].key for _ in range(4)]
+        assert listed == KEYS[:-5:-1]
+        read(tier, KEYS[0])
+        assert [meta.key for meta, _ in listing] == [*KEYS[-5:0:-1], KEYS[0]]
+
+
 def test_a_listing_of_a_database_that_was_built_anew_meanwhile_ends_with_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(index, "PAGE", index.PAGE.replace("1000", "5"))
+    monkeypatch.setattr(index, "PAGE_ROWS", 5)
     rows = index.DiskIndex(tmp_path)
     for number, key in enumerate(KEYS):
         rows.put(meta_of(key), 100, number)
@@ -407,23 +421,23 @@ def test_an_index_that_another_process_locks_stays_as_it_is(tmp_path, monkeypatc
     with closing(sqlite3.connect(tmp_path / index.FILE, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         with closing(DiskTier(tmp_path, ROOM)) as tier:
-            assert {meta.key for meta in tier.headers()} == {*KEYS}
+            assert {meta.key for meta, _ in tier.headers()} == {*KEYS}
         other.execute("ROLLBACK")
     assert "cannot be used now (database is locked)" in caplog.text
     caplog.clear()
     with closing(DiskTier(tmp_path, ROOM)) as tier:
-        assert {meta.key for meta in tier.headers()} == {*KEYS}
+        assert {meta.key for meta, _ in tier.headers()} == {*KEYS}
     assert "built anew" not in caplog.text
 
 
 def test_without_a_place_for_the_database_the_tier_works(tmp_path, monkeypatch, caplog):
     (tmp_path / index.FILE).mkdir(parents=True)
     with caplog.at_level(logging.WARNING), closing(filled(tmp_path)) as tier:
-        assert {meta.key for meta in tier.headers()} == {*KEYS}
+        assert {meta.key for meta, _ in tier.headers()} == {*KEYS}
         assert tier.check() == []
     assert "all records are read" in caplog.text
     with closing(DiskTier(tmp_path, ROOM)) as tier:
-        assert {meta.key for meta in tier.headers()} == {*KEYS}
+        assert {meta.key for meta, _ in tier.headers()} == {*KEYS}
 
 
 def test_times_are_those_of_the_uses(tmp_path):
@@ -432,4 +446,4 @@ def test_times_are_those_of_the_uses(tmp_path):
         tier.note_use([KEYS[0]])
     with closing(DiskTier(tmp_path, ROOM)) as tier:
         assert order(tier)[-1] == KEYS[0]
-        assert all(before <= used <= time.time() for used in tier.last_uses().values())
+        assert all(before <= used <= time.time() for _, used in tier.headers())

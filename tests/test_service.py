@@ -63,7 +63,6 @@ from lmc.server.messages import (
     Keep,
     Kept,
     KnownKeys,
-    LastUses,
     LookUp,
     Offered,
     Ping,
@@ -195,8 +194,8 @@ def test_what_is_there_is_told_to_a_client_that_comes_later(attach):
     for key in (K0, K1):
         put(one, key)
     found = list(attach().records())
-    assert {meta.key for _, meta in found} == {K0, K1}
-    assert {place for place, _ in found} == {"host"}
+    assert {chunk.meta.key for chunk in found} == {K0, K1}
+    assert {chunk.place for chunk in found} == {"host"}
 
 
 # -- leases ----------------------------------------------------------------------------------------------------------
@@ -538,7 +537,7 @@ def test_chunks_of_all_layouts_go_to_the_same_disk(tmp_path):
                 if first:
                     put(store, key)
                     store.flush()
-                assert {meta.key for _, meta in store.records()} == {key}, "a client is told of its own layout"
+                assert {chunk.meta.key for chunk in store.records()} == {key}, "a client is told of its own layout"
                 assert get(store, key) == expected(key, parts)
                 store.close()
 
@@ -874,7 +873,7 @@ def test_thousands_of_random_frames_do_nobody_else_harm(server, attach):
         LookUp([K0, K1], True), Unanswered([K0]), Release([1, 2]),
         PinKeys([K0, K1], ["host", None]), Begin([meta_of(K2)]), Commit([3]),
         Abort(4), Forget(K3, False, True), CopiesOf([K0]), Introduce("m", "t", 256), Keep([document], "pin"),
-        Kept(["aa"]), Records(True), LastUses(), KnownKeys(), HeldSlots(), Since(0), Present(),
+        Kept(["aa"]), Records(True), KnownKeys(), HeldSlots(), Since(0), Present(),
         Ping([Offered(bytes(32), bytes(40))], [bytes(32)]),
     ]  # fmt: skip
     right = [msgspec.msgpack.encode(question) for question in questions]

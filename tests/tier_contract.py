@@ -257,20 +257,20 @@ class LocalContract(ListedContract):
         reported = [(change.chunk.key, change.place, change.appeared) for change in changes.since(0)[0]]
         assert reported == [(K0, tier.name, True), (K1, tier.name, True), (K0, tier.name, False)]
 
-    def test_headers_are_listed_with_the_least_recently_used_first_and_reported(self, tier):
+    def test_headers_are_listed_with_the_most_recently_used_first_and_reported(self, tier):
         for key in (K0, K1):
             write(tier, key)
             self.tick(tier)
         changes = ChangeLog()
         tier.report_to(changes)
-        assert [meta.key for meta in tier.headers()] == [K0, K1]
-        assert [chunk.key for chunk in changes.present()[1][tier.name]] == [K0, K1]
+        assert [meta.key for meta, _ in tier.headers()] == [K1, K0]
+        assert [chunk.key for chunk in changes.present()[1][tier.name]] == [K1, K0]
 
     def test_reading_headers_is_no_use(self, tier):
         for key in (K0, K1):
             write(tier, key)
             self.tick(tier)
-        for meta in tier.headers():
+        for meta, _ in tier.headers():
             assert meta.kind is RecordKind.PAGES
         assert [entry.key for entry in tier.entries()] == [K0, K1]
 

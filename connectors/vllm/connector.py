@@ -336,7 +336,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         if settings.server:
             place = f"of the cache server at {settings.server}"
         capacity = f"{engine.store.slots} chunks of {engine.chunk_size} tokens in memory"
-        return f"lmc: {mode}, {capacity} {place}, {len(engine.store.known_keys())} chunks found"
+        found = f"{engine.recall.count} chunks found{'' if engine.recall.ended else ' so far'}"
+        return f"lmc: {mode}, {capacity} {place}, {found}"
 
     def _tokenizer(self) -> Any:
         tokenizer = vllm_api.cached_tokenizer_from_config(self._config.model_config)
@@ -525,15 +526,14 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
 
     def take_events(self) -> Iterable[Any]:
         """Return events for blocks that appeared in or left memory ("CPU") or disk ("STORAGE")."""
-        if self._scheduler is None or self._scheduler.events is None:
+        if self._scheduler is None:
             return ()
         return self._guarded("take_events", lambda: list(self._events()), [])
 
     def _events(self) -> Iterator[Any]:
         assert self._scheduler is not None
-        assert self._scheduler.events is not None
         size = self._config.cache_config.block_size
-        for change in self._scheduler.events.take():
+        for change in self._scheduler.take_events():
             details, hashes = change.details, [vllm_api.maybe_convert_block_hash(h) for h in change.details.hashes]
             if not change.stored:
                 yield vllm_api.BlockRemoved(block_hashes=[hashes[i] for i in change.blocks], medium=change.medium)

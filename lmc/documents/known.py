@@ -29,6 +29,7 @@ PREVIEW_CHARACTERS = 60  # characters of a document in lists
 # Maximum number of tokens of all documents (64 MiB). Beyond it, the least recently used documents are forgotten, except
 # those that are pinned or have a time limit.
 MAX_KNOWN_TOKENS = 1 << 24
+LONGEST_DOCUMENT = 1 << 22  # tokens
 REMOVED_BY_USER = "lmc documents remove"  # reason for the removal of a document
 
 
@@ -90,18 +91,7 @@ class KnownDocuments:
     ) -> KnownDocument:
         """Record that a document was learned, or `used` by a prompt, and return it."""
         with self._mutex:
-            name = keys[-1].hex()
-            document = self._documents.get(name)
-            if document is None:
-                document = KnownDocument(namespace, array("I", tokens), tuple(keys), model=model, tenant=tenant)
-                self._documents[name] = self._by_tenant.setdefault(tenant, {})[name] = document
-                self._tokens += len(tokens)
-                if self._finds:
-                    self._new[namespace].append(document)
-            elif (model or tenant) and not (document.model or document.tenant):  # Older records have neither.
-                self._by_tenant[""].pop(name)
-                document.model, document.tenant = model, tenant
-                self._by_tenant.setdefault(tenant, {})[name] = document
+            document, name = self._noted(namespace, tokens, keys, model, tenant), keys[-1].hex()
             document.uses, document.used, document.removed = document.uses + used, time.time(), ""
             self._documents.move_to_end(name)
             self._forgettable[name] = None
@@ -116,6 +106,34 @@ class KnownDocuments:
                     self._by_tenant[forgotten.tenant].pop(oldest)
                     if not self._by_tenant[forgotten.tenant]:
                         del self._by_tenant[forgotten.tenant]
+            return document
+
+    def recall(
+        self,
+        namespace: bytes,
+        tokens: Sequence[int],
+        keys: Sequence[ChunkKey],
+        *,
+        name: str,
+        used: float,
+        model: str = "",
+        tenant: str = "",
+    ) -> KnownDocument | None:
+        """Record a document that an earlier process has learned, last `used` at a time in seconds since 1970.
+
+        A document that was not known becomes the least recently used one. Returns None if there is no room for it.
+        """
+        with self._mutex:
+            is_new = keys[-1].hex() not in self._documents
+            if is_new and self._tokens + len(tokens) > MAX_KNOWN_TOKENS:
+                return None
+            document = self._noted(namespace, tokens, keys, model, tenant)
+            document.name = document.name or name
+            if is_new:
+                document.used = used or document.used
+                self._documents.move_to_end(document.id, last=False)
+                self._forgettable[document.id] = None
+                self._forgettable.move_to_end(document.id, last=False)
             return document
 
     def use(self, keys: Iterable[ChunkKey]) -> None:
@@ -213,6 +231,24 @@ class KnownDocuments:
         share, best = max(shares, key=lambda document: document[0], default=(0.0, None))
         return best if share > 0.5 else None
 
+    def _noted(
+        self, namespace: bytes, tokens: Sequence[int], keys: Sequence[ChunkKey], model: str, tenant: str
+    ) -> KnownDocument:
+        """Return the document with these keys. A new one becomes known."""
+        name = keys[-1].hex()
+        document = self._documents.get(name)
+        if document is None:
+            document = KnownDocument(namespace, array("I", tokens), tuple(keys), model=model, tenant=tenant)
+            self._documents[name] = self._by_tenant.setdefault(tenant, {})[name] = document
+            self._tokens += len(tokens)
+            if self._finds:
+                self._new[namespace].append(document)
+        elif (model or tenant) and not (document.model or document.tenant):  # Older records have neither.
+            self._by_tenant[""].pop(name)
+            document.model, document.tenant = model, tenant
+            self._by_tenant.setdefault(tenant, {})[name] = document
+        return document
+
     def _finder(self, namespace: bytes) -> DocumentFinder[KnownDocument]:
         """Return the finder of a namespace, with its new documents."""
         finder = self._finders[namespace]
@@ -257,7 +293,7 @@ def unpack_tokens(text: str) -> "array[int]":
     """Return the tokens in a text of `pack_tokens`. Raises `ValueError` for any other text."""
     try:
         unpacking = zlib.decompressobj()
-        tokens = array("I", unpacking.decompress(base64.b64decode(text, validate=True), MAX_KNOWN_TOKENS))
+        tokens = array("I", unpacking.decompress(base64.b64decode(text, validate=True), 4 * LONGEST_DOCUMENT))
         if not unpacking.eof:
             raise ValueError("packed tokens are incomplete, or more than a document can have")
         return tokens

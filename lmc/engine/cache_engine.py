@@ -30,11 +30,12 @@ from lmc.engine.index import BlockChain, CacheIndex, ExactChain, NewChunk, Token
 from lmc.engine.names import Names
 from lmc.engine.pieces import Piece, trim
 from lmc.engine.planner import DocumentMatch, Match, Plan, blend_offer, choose_plan, without_slow_blend
+from lmc.engine.recall import Recall
 from lmc.errors import ChunkLost
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds, document_keys, tenant_of
 from lmc.shapes import GIB, KVShape
 from lmc.storage.chunk_layout import ChunkLayout
-from lmc.storage.contract import ChunkStore, Pin, PinState, Reservation
+from lmc.storage.contract import ChunkStore, Pin, PinState, Reservation, StoredChunk
 from lmc.storage.cost_model import BlendOffer, CostModel, LoadPolicy
 from lmc.storage.stats import StoreStats
 from lmc.storage.store import Store
@@ -80,7 +81,8 @@ class CacheEngine:
         self.recalled: dict[ChunkKey, str] = {}  # `NewChunk.details` of the records on disk
         self.background = Background()
         self.known = KnownDocuments(self.background, finds=settings.finds_known)
-        self._recall()
+        self._exact_pages = self.namespace(RecordKind.PAGES)
+        self.recall = Recall(self.store.records(), self._take, self.known.prepare, self.background)
         self.keeper = self._open_keeper()
         self.store.trim()  # only now, because it must know which documents are pinned
 
@@ -219,6 +221,7 @@ class CacheEngine:
 
     def begin_anew(self) -> None:
         """Switch to new keys, which no later process finds: the model's weights may have been replaced."""
+        self.recall.stop()
         self.names.begin_anew()
         self.index = CacheIndex()
         self.known.clear()
@@ -374,6 +377,7 @@ class CacheEngine:
 
     def close(self) -> None:
         """Write the chunks that the tiers lack, and close the keeper and the store."""
+        self.recall.stop()
         self.keeper.close()
         self.store.close()
 
@@ -429,25 +433,23 @@ class CacheEngine:
         keeper.load()
         return keeper
 
-    def _recall(self) -> None:
-        """Fill the index from the headers of records that earlier processes wrote to the disk."""
-        pages, uses = self.namespace(RecordKind.PAGES), self.store.last_uses()
-        for _, meta in self.store.records():
-            if meta.kind is RecordKind.DOCUMENT and meta.label:
-                with suppress(ValueError, IndexError):
-                    tokens, name = parted_label(meta.label)
-                    if (keys := self.document_keys(tokens, meta.namespace))[-1] != meta.key:
-                        continue  # An earlier process used another chunk_size.
-                    document = self.known.note(meta.namespace, tokens, keys, model=meta.model, tenant=meta.tenant)
-                    document.name, document.used = name, uses.get(meta.key, document.used)
-            # Other models' pages are left out: their block hashes may be equal. Keys of token chunks differ by model.
-            if meta.kind is RecordKind.PREFIX or meta.namespace == pages:
-                label, _, details = meta.label.partition(" ")
-                with suppress(ValueError):  # lmc did not write this label.
-                    self.index.recall(meta.kind, meta.key, meta.tokens, label)
-                    if details:
-                        self.recalled[meta.key] = details
-        self.known.prepare()
+    def _take(self, chunk: StoredChunk) -> None:
+        """Remember a chunk that an earlier process has stored."""
+        meta = chunk.meta
+        if meta.kind is RecordKind.DOCUMENT and meta.label:
+            with suppress(ValueError, IndexError):
+                tokens, name = parted_label(meta.label)
+                if (keys := self.document_keys(tokens, meta.namespace))[-1] != meta.key:
+                    return  # An earlier process used another chunk_size.
+                owner = {"model": meta.model, "tenant": meta.tenant}
+                self.known.recall(meta.namespace, tokens, keys, name=name, used=chunk.used, **owner)
+        # Other models' pages are left out: their block hashes may be equal. Keys of token chunks differ by model.
+        if meta.kind is RecordKind.PREFIX or meta.namespace == self._exact_pages:
+            label, _, details = meta.label.partition(" ")
+            with suppress(ValueError):  # lmc did not write this label.
+                self.index.recall(meta.kind, meta.key, meta.tokens, label)
+                if details:
+                    self.recalled[meta.key] = details
 
 
 def _near(document: DocumentMatch, by_start: Mapping[int, DocumentMatch]) -> Iterable[DocumentMatch]:

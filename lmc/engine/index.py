@@ -17,6 +17,7 @@ The index remembers ends and blocks. The labels of records hold them for the nex
 """
 
 import hashlib
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,29 +42,45 @@ class CacheIndex:
     def __init__(self) -> None:
         self._blocks: OrderedDict[bytes, tuple[ChunkKey, int]] = OrderedDict()  # short hash -> chunk, block number
         self._ends: OrderedDict[ChunkKey, set[int]] = OrderedDict()  # chunk -> lengths of the ends after it
+        self._mutex = threading.Lock()  # held while chunks are remembered; lookups need no lock
 
     def remember_blocks(self, key: ChunkKey, hashes: Sequence[bytes]) -> None:
         """Remember the blocks of a chunk of pages."""
-        for place, block in enumerate(hashes):
-            self._blocks[block[:SHORT]] = (key, place)
-            self._blocks.move_to_end(block[:SHORT])
-        while len(self._blocks) > REMEMBERED:
-            self._blocks.popitem(last=False)
+        with self._mutex:
+            for place, block in enumerate(hashes):
+                self._blocks[block[:SHORT]] = (key, place)
+                self._blocks.move_to_end(block[:SHORT])
+            while len(self._blocks) > REMEMBERED:
+                self._blocks.popitem(last=False)
 
     def remember_end(self, parent: ChunkKey, length: int) -> None:
         """Remember that a partly full chunk of `length` tokens is stored after the chunk `parent`."""
-        self._ends.setdefault(parent, set()).add(length)
-        self._ends.move_to_end(parent)
-        while len(self._ends) > ENDS:
-            self._ends.popitem(last=False)
+        with self._mutex:
+            self._ends.setdefault(parent, set()).add(length)
+            self._ends.move_to_end(parent)
+            while len(self._ends) > ENDS:
+                self._ends.popitem(last=False)
 
     def recall(self, kind: RecordKind, key: ChunkKey, tokens: int, label: str) -> None:
-        """Remember a chunk from the label of its record. Raises `ValueError` for a label that lmc did not write."""
-        raw = bytes.fromhex(label)
-        if kind is RecordKind.PAGES:
-            self.remember_blocks(key, [raw[i : i + SHORT] for i in range(0, len(raw), SHORT)])
-        elif kind is RecordKind.PREFIX and raw:
-            self.remember_end(ChunkKey(raw), tokens)
+        """Remember a chunk from the label of its record, as used before all remembered ones, if there is room for it.
+
+        Raises `ValueError` for a label that lmc did not write.
+        """
+        if kind is RecordKind.PAGES and len(self._blocks) < REMEMBERED:
+            raw = bytes.fromhex(label)
+            with self._mutex:
+                for place, at in enumerate(range(0, len(raw), SHORT)):
+                    block = raw[at : at + SHORT]
+                    if block not in self._blocks:
+                        self._blocks[block] = (key, place)
+                        self._blocks.move_to_end(block, last=False)
+        elif kind is RecordKind.PREFIX and label and len(self._ends) < ENDS:
+            parent = ChunkKey(bytes.fromhex(label))
+            with self._mutex:
+                if parent not in self._ends:
+                    self._ends[parent] = set()
+                    self._ends.move_to_end(parent, last=False)
+                self._ends[parent].add(tokens)
 
     def holder(self, block: bytes, place: int) -> ChunkKey | None:
         """Return the chunk whose block number `place` is this block; None if no chunk has it there."""

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -103,11 +104,8 @@ class Arena:
 
     def note(self, meta: RecordMeta) -> None:
         """Register a document from its last chunk, whose label contains all tokens of the document."""
-        if meta.kind is not RecordKind.DOCUMENT or not meta.label:
-            return
-        with suppress(ValueError, IndexError):
-            tokens, name = parted_label(meta.label)
-            keys = self._keys(meta, tokens)
+        if (labelled := self._labelled(meta)) is not None:
+            tokens, keys, name = labelled
             document = self.known.note(meta.namespace, tokens, keys, model=meta.model, tenant=meta.tenant)
             document.name = document.name or name
             self.learned.add(document)
@@ -183,6 +181,14 @@ class Arena:
         self._backing.remove()
         self.keeper.begin_anew()  # Its pins no longer take room of the shared pin quota.
 
+    def _labelled(self, meta: RecordMeta) -> "tuple[array[int], Sequence[ChunkKey], str] | None":
+        """Return the tokens, the keys and the name of the document whose last chunk this is; None if it is none."""
+        if meta.kind is RecordKind.DOCUMENT and meta.label:
+            with suppress(ValueError, IndexError):
+                tokens, name = parted_label(meta.label)
+                return tokens, self._keys(meta, tokens), name
+        return None
+
     def _keys(self, meta: RecordMeta, tokens: Sequence[int]) -> Sequence[ChunkKey]:
         """Return the keys of a document; raise `ValueError` if its last chunk is not the chunk of the record.
 
@@ -201,12 +207,14 @@ class Arena:
     def _look_around(self) -> None:
         """Read which records the tiers have, register their documents, and evict records beyond a tier's size limit."""
         with suppress(OSError, RuntimeError):  # The server is shutting down, and its tiers are closed.
-            uses = self.store.last_uses()
-            for _, meta in self.store.records():
-                self.note(meta)
-                document = self.known.get(meta.key.hex())
-                if document is not None:
-                    document.used = uses.get(meta.key, document.used)
+            for _, meta, used in self.store.records():
+                if (labelled := self._labelled(meta)) is not None:
+                    tokens, keys, name = labelled
+                    document = self.known.recall(
+                        meta.namespace, tokens, keys, name=name, used=used, model=meta.model, tenant=meta.tenant
+                    )
+                    if document is not None:
+                        self.learned.add(document)
             self.store.trim()
 
 
@@ -325,10 +333,10 @@ class ArenaTier(Wrapped):
         super().__init__(inner)
         self._logs, self._layout = logs, layout
 
-    def headers(self) -> Iterator[RecordMeta]:
-        """Return the headers of records that fit in this arena."""
+    def headers(self) -> Iterator[tuple[RecordMeta, float]]:
+        """Return the headers of records that fit in this arena, with their last uses."""
         assert is_local(self.inner)
-        return (meta for meta in self.inner.headers() if self._layout.fit(meta))
+        return (header for header in self.inner.headers() if self._layout.fit(header[0]))
 
     def report_to(self, changes: ChangeLog) -> None:
         """Report the tier's changes to another log."""

@@ -15,7 +15,7 @@ from lmc.keys import LONGEST_MODEL, TENANT_DIGITS, ChunkKey, document_keys
 from lmc.server.arena import Arena
 from lmc.server.channel import BrokenProtocol
 from lmc.server.lifelines import wait_until_gone
-from lmc.storage.contract import Pin, Reservation
+from lmc.storage.contract import Pin, Reservation, StoredChunk
 from lmc.storage.stats import StoreStats
 from lmc.storage.tiers.record import HEADER_LIMIT, NO_CODEC, RecordMeta
 
@@ -46,7 +46,7 @@ class Lease:
         self._chunk_size = 0  # tokens of a document's full chunk; 0 if unknown
         self.hits: Counter[str] = Counter()  # chunks, by tier
         self.misses = self.stored = self.refused = 0  # chunks
-        self.listed: Iterator[tuple[str, RecordMeta]] = iter(())  # records that `Records` has not sent yet
+        self.listed: Iterator[StoredChunk] = iter(())  # chunks that `Records` has not sent yet
         self._pins: dict[int, Pin] = {}
         self._reservations: dict[int, Reservation] = {}
 

@@ -5,7 +5,7 @@ connection. Bytes of chunks are never sent: they are in slots of a slab that bot
 """
 
 from array import array
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -15,7 +15,7 @@ from lmc.documents.learn_queue import Unlearned
 from lmc.keys import LONGEST_MODEL, LONGEST_NAME, TENANT_DIGITS, ChunkKey
 from lmc.server.channel import BrokenProtocol
 from lmc.storage.change_log import Change, Chunk
-from lmc.storage.contract import Pin, Reservation
+from lmc.storage.contract import Pin, Reservation, StoredChunk
 from lmc.storage.memory.slab import SlabAddress
 from lmc.storage.stats import StoreStats
 from lmc.storage.tiers.record import RecordMeta
@@ -268,19 +268,11 @@ class Records(Request, frozen=True):
 
     first: bool
 
-    def handle(self, lease: "Lease") -> list[tuple[str, RecordMeta]]:
-        """Return the next records: first those in memory, then those on lower tiers."""
+    def handle(self, lease: "Lease") -> list[StoredChunk]:
+        """Return the next chunks."""
         if self.first:
-            lease.listed = chain(lease.store.in_memory(), lease.store.records())
+            lease.listed = lease.store.records()
         return list(islice(lease.listed, MAX_LISTED_RECORDS))
-
-
-class LastUses(Request, frozen=True):
-    """Calls `ChunkStore.last_uses`."""
-
-    def handle(self, lease: "Lease") -> dict[ChunkKey, float]:
-        """Return when each record was last used, in seconds since 1970, by key."""
-        return lease.store.last_uses()
 
 
 class KnownKeys(Request, frozen=True):
@@ -333,5 +325,5 @@ def _uint32(tokens: bytes) -> "array[int]":
 
 AnyRequest = (
     Ping | LookUp | Unanswered | PinKeys | Release | Begin | Commit | Abort | Forget | CopiesOf | Introduce | Keep
-    | Kept | Records | LastUses | KnownKeys | HeldSlots | Flush | Since | Present
+    | Kept | Records | KnownKeys | HeldSlots | Flush | Since | Present
 )  # fmt: skip

@@ -126,13 +126,14 @@ class LocalTier(ListedTier, Protocol):
     def report_to(self, changes: ChangeLog) -> None:
         """Report to `changes` the records that appear and leave from now on, under the tier's name."""
 
-    def last_uses(self) -> dict[ChunkKey, float]:
-        """Return the time of the last use of each record, in seconds since 1970."""
+    def all_keys(self) -> Collection[ChunkKey]:
+        """Return the keys of all records."""
 
-    def headers(self) -> Iterator[RecordMeta]:
-        """Report each readable record, and yield its header without sizes and checksums of parts.
+    def headers(self) -> Iterator[tuple[RecordMeta, float]]:
+        """Yield each readable record's header, without sizes and checksums of parts, and report the record afterwards.
 
-        The least recently used record is the first. This does not count as a use.
+        With it comes the time of the last use, in seconds since 1970. The most recently used record is the first. A
+        record that is used meanwhile may be yielded again. This does not count as a use.
         """
 
     def faults(self) -> list[str]:

@@ -32,7 +32,7 @@ from lmc.connectors.vllm.scheduler.claims import Claims, fewest_tokens
 from lmc.connectors.vllm.scheduler.idle import REST_SECONDS
 from lmc.connectors.vllm.scheduler.isolation import OwnBlend, OwnBlends, salt_of, set_salts
 from lmc.connectors.vllm.scheduler.jobs import end_of_pages, is_blend, job_of, own_pieces, sources_of
-from lmc.connectors.vllm.scheduler.kv_events import KVEvents
+from lmc.connectors.vllm.scheduler.kv_events import BlocksMoved, KVEvents
 from lmc.connectors.vllm.scheduler.kv_groups import KVGroups
 from lmc.connectors.vllm.scheduler.pending import PendingTransfers
 from lmc.connectors.vllm.scheduler.prefill_pace import PrefillPace
@@ -89,8 +89,6 @@ class Scheduler:
         self.pending = PendingTransfers(setup.ranks, self.engine.store)
         changes = self.engine.store.changes
         self.events = KVEvents(changes, setup.block_size, setup.extra_keys) if setup.announces else None
-        if self.events:
-            self.events.recall(self.engine.recalled)
         self._saves = SaveQueue(setup, self.pending, self.events)
         self._states: dict[str, RequestState] = {}
         self._blending: dict[str, RequestState] = {}  # requests that workers blend now, with all chunks in memory
@@ -660,6 +658,16 @@ class Scheduler:
             "switched_off": float(self.off),
             **{key("capacity_tokens", (place,)): tokens for place, tokens in self.engine.capacity().items()},
         }
+
+    def take_events(self) -> list[BlocksMoved]:
+        """Return the blocks that have appeared or left since the last call, if the engine announces them.
+
+        Records of earlier processes are announced when all of them were read, which tells their blocks.
+        """
+        if self.events is None or not self.engine.recall.ended:
+            return []
+        self.events.recall(self.engine.recalled)
+        return self.events.take()
 
     def take_observed(self) -> dict[str, list[float]]:
         """Return the observations for histograms since the last call, by the keys of `lmc.metrics`."""

@@ -29,7 +29,7 @@ from lmc.server.client.remote_keeper import RemoteKeeper
 from lmc.server.client.remote_learning import RemoteLearning
 from lmc.storage.change_log import Change, Changes, Chunk
 from lmc.storage.chunk_layout import ChunkLayout
-from lmc.storage.contract import ChunkStore, Pin, PinState, Reservation
+from lmc.storage.contract import ChunkStore, Pin, PinState, Reservation, StoredChunk
 from lmc.storage.cost_model import CostModel
 from lmc.storage.memory.slab import LOST, Slab
 from lmc.storage.stats import RunningCounts, StoreStats
@@ -170,16 +170,12 @@ class RemoteStore(ChunkStore, DocumentServer):
 
     # -- contents and counts -----------------------------------------------------------------------------------------
 
-    def records(self) -> Iterator[tuple[str, RecordMeta]]:
+    def records(self) -> Iterator[StoredChunk]:
         """See `ChunkStore.records`."""
-        batch: list[tuple[str, RecordMeta]] = self.ask_slowly(m.Records(first=True), [])
+        batch: list[StoredChunk] = self.ask_slowly(m.Records(first=True), [])
         while batch:
             yield from batch
             batch = self.ask_slowly(m.Records(first=False), [])
-
-    def last_uses(self) -> dict[ChunkKey, float]:
-        """See `ChunkStore.last_uses`."""
-        return self.ask_slowly(m.LastUses(), {})
 
     def known_keys(self) -> set[ChunkKey]:
         """See `ChunkStore.known_keys`."""

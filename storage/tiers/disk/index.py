@@ -1,7 +1,7 @@
 """The index of a disk tier: what its records are, in a SQLite database, so that a start need not read the records.
 
     records    key, size, time of the last use, kind: small rows, read at each start in the order of use
-    headers    the fields of `RecordMeta`, except checksums: read when an engine looks for documents
+    headers    the fields of `RecordMeta`, except checksums: read when an engine looks for what is stored
 
 Records come first: a row follows its file, at most `COMMIT_SECONDS` later, and changes are committed together. A killed
 process may therefore leave files without a row, and rows without a file. It also leaves the index marked as incomplete,
@@ -16,8 +16,10 @@ import logging
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +32,8 @@ log = logging.getLogger(__name__)
 FILE = "index.sqlite"
 VERSION = 1  # of the tables; a database of another version is built anew
 COMMIT_SECONDS = 0.5  # Changes are committed together after this time.
-OLDEST = -(1 << 63)  # the smallest time that SQLite stores
-PAGE = "ORDER BY used, bytes, kind, key LIMIT 1000"  # the rows that are read at once
+OLDEST, LATEST = -(1 << 63), (1 << 63) - 1  # the smallest and the greatest time that SQLite stores
+PAGE_ROWS = 1000  # rows that are read at once
 RETRY_SECONDS = 10.0  # after a commit that failed
 PATIENCE_SECONDS = 5.0  # A command that reads the index may hold its lock for a moment.
 IN_MEMORY = ":memory:"
@@ -105,19 +107,28 @@ class DiskIndex:
 
     def records(self) -> Iterator[IndexedRecord]:
         """Yield all records, least recently used first. One that is used meanwhile may be yielded again."""
-        for _, size, kind, key in self._by_use("SELECT used, bytes, kind, key FROM records"):
+        for _, size, kind, key in self._by_use("SELECT used, bytes, kind, key FROM records", (OLDEST, 0, "", b"")):
             yield IndexedRecord(ChunkKey(key), size, KINDS.get(kind, RecordKind.PAGES))
 
-    def headers(self) -> Iterator[RecordMeta]:
-        """Yield the headers of the records without sizes and checksums of parts, in the same order."""
-        for _, _, kind, key, namespace, tokens, first, parts, part_bytes, codec, label, model, tenant in self._by_use(
+    def headers(self) -> Iterator[tuple[RecordMeta, float]]:
+        """Yield the headers of all records without sizes and checksums of parts, most recently used first.
+
+        With it comes the time of the last use, in seconds since 1970. One that is used meanwhile may be yielded again.
+        """
+        query = (
             "SELECT used, bytes, kind, key, namespace, tokens, first, parts, part_bytes, codec, label, model, tenant "
             "FROM records CROSS JOIN headers USING (key)"
-        ):
-            yield RecordMeta(
+        )
+        began = time.time_ns()
+        down = self._by_use(query, (LATEST, 0, "", b""), down=True)
+        used_meanwhile = self._by_use(query, (began, 0, "", b""))  # They may have moved past the rows that are read.
+        for row in chain(down, used_meanwhile):
+            used, _, kind, key, namespace, tokens, first, parts, part_bytes, codec, label, model, tenant = row
+            meta = RecordMeta(
                 key=ChunkKey(key), kind=KINDS.get(kind, RecordKind.PAGES), namespace=namespace, tokens=tokens,
                 first=first, parts=parts, part_bytes=part_bytes, codec=codec, label=label, model=model, tenant=tenant,
             )  # fmt: skip
+            yield meta, used / 1e9
 
     def uses(self) -> dict[ChunkKey, float]:
         """Return the time of the last use of each record, in seconds since 1970."""
@@ -238,17 +249,18 @@ class DiskIndex:
             self._database.execute("UPDATE state SET complete = ?", (complete,))
             self._database.execute("PRAGMA synchronous = NORMAL")
 
-    def _by_use(self, query: str) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of a query in the order of `by_use`, whose columns come first.
+    def _by_use(self, query: str, start: tuple[Any, ...], *, down: bool = False) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows of a query after `start` in the order of `by_use`, whose columns come first, up or down.
 
         Each page is a query of its own: an open one keeps SQLite from emptying its write-ahead log, which then grows
         for as long as a caller takes to read all rows.
         """
-        clears = self.clears
-        last: tuple[Any, ...] = (OLDEST, 0, "", b"")
-        while rows := self._fetch(clears, f"{query} WHERE (used, bytes, kind, key) > (?, ?, ?, ?) {PAGE}", *last):
+        clears, after, order = self.clears, "<" if down else ">", "DESC" if down else "ASC"
+        query += f" WHERE (used, bytes, kind, key) {after} (?, ?, ?, ?)"
+        query += f" ORDER BY used {order}, bytes {order}, kind {order}, key {order} LIMIT {PAGE_ROWS}"
+        while rows := self._fetch(clears, query, *start):
             yield from rows
-            last = rows[-1][:4]
+            start = rows[-1][:4]
 
     def _fetch(self, clears: int, query: str, *values: object) -> list[tuple[Any, ...]]:
         """Return the rows of a query, after all changes so far.

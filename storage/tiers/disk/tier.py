@@ -5,8 +5,8 @@
     DIR/tmp/                           records that are being written; emptied at the next start
     DIR/index.sqlite                   what the records are, and when they were last used (`index.py`)
 
-The files decide what is stored, and the index saves reading them at each start. It is compared with the directory at
-the start if a process was killed or the index was lost, and otherwise in the background.
+The files decide what is stored, and the index saves reading them at each start. It is compared with the directory in
+the background. If a process was killed or the index was lost, the start waits for that for a second.
 
 A record is written to `tmp` and renamed, so that a killed process leaves no incomplete record under a final name. After
 a power failure, the checksums detect incomplete records. Files without a record's name are never read or removed.
@@ -21,7 +21,7 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +62,8 @@ CLOSING_SECONDS = 1.0  # `close` waits at most this long for a check of the dire
 SHARDS = 256  # folders of records, by the first byte of the key
 LOGGED_RECORDS = 1000  # Reading this many records takes a noticeable time, and is logged.
 TRIMMED_BYTES = 256 << 20  # that are evicted at once, while others wait, if a directory has more than it may have
-REST_SECONDS = 0.05  # between two folders that are compared with the index in the background
+START_SECONDS = 1.0  # that a start waits until an incomplete index has been compared with the directory
+REST_SECONDS = 0.05  # between two folders, if a complete index is compared with the directory
 _RECORD_NAME = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX))
 _TEMPORARY_NAME = re.compile(r"[0-9]+" + re.escape(SUFFIX))
 
@@ -87,8 +88,7 @@ class DiskTier:
         self._breaker = Breaker(f"disk tier {self.root}", self._probe)
         self._lock = new_lock(Rank.TIER)
         self._changes: ChangeLog | None = None
-        self._index: dict[ChunkKey, int] = {}  # key -> bytes
-        self._order: EvictionOrder[ChunkKey] = EvictionOrder(document_share * capacity)
+        self._order: EvictionOrder[ChunkKey] = EvictionOrder(document_share * capacity)  # all records
         self._pinned: set[ChunkKey] = set()  # also of records that will be written later
         self._paused_until, self._failed_writes = 0.0, 0
         self._uses: dict[ChunkKey, int] = {}  # uses in memory since the last eviction: time of the last, in nanoseconds
@@ -102,8 +102,9 @@ class DiskTier:
         # The lock is released even without a call of `close`, for the next tier in this process.
         self._let_go = weakref.finalize(self, files.give_directory_back, lock)
         self._rows: DiskIndex | None = None
-        self._loaded = False  # The index has been read, and compared with the directory if it was incomplete.
+        self._loaded = False  # The index was complete, or has been compared with the directory.
         self._comparing: threading.Thread | None = None
+        self._failure: OSError | None = None  # why the comparison ended early
         self._closed = threading.Event()
         self._building = threading.Lock()  # held while the index is built anew; acquired before all others
         try:
@@ -123,19 +124,34 @@ class DiskTier:
             raise TierUnusable(f"cannot read disk tier {self.root}: {error}") from error
 
     def _load(self, rows: DiskIndex) -> None:
-        """Read the index, and compare it with the directory: at once if it is incomplete, otherwise in a thread."""
+        """Read the index, and begin to compare it with the directory.
+
+        If the index is incomplete, this waits for the comparison, for `START_SECONDS` at most. What was found by then
+        is served, and the rest follows.
+        """
         os.scandir(self._records).close()  # Raises an error for a directory that cannot be read.
         try:
-            for record in rows.records():
-                self._remember(*record)
-            if not rows.complete:
-                self._compare(rows, range(SHARDS))
+            self._order.fill(self._counted(rows))
         except IndexLost as error:
-            self._build_anew(rows, error)
-        self._loaded = True
-        if rows.complete:
-            self._comparing = threading.Thread(target=self._compare_gently, name="lmc-disk-compare", daemon=True)
-            self._comparing.start()
+            log.warning("%s: it is built anew from the records", error)
+            rows.clear()
+        self._loaded = rows.complete
+        self._comparing = threading.Thread(target=self._compare_in_background, name="lmc-disk-compare", daemon=True)
+        self._comparing.start()
+        if not rows.complete:
+            self._comparing.join(START_SECONDS)
+            if self._failure is not None:
+                raise self._failure
+
+    def _compare_in_background(self) -> None:
+        assert self._rows is not None
+        try:
+            self._compare(self._rows, gently=self._rows.complete)
+        except IndexLost as error:
+            self._build_anew(self._rows, error)
+        except OSError as error:
+            log.debug("the records in %s were not compared with the index: %s", self._records, error)
+            self._failure = error
 
     def _build_anew(self, rows: DiskIndex, error: IndexLost) -> None:
         """Replace an index that cannot be read, by reading all records. What is known of it stays known meanwhile.
@@ -146,44 +162,47 @@ class DiskTier:
             if error.clears == rows.clears and not self._closed.is_set():
                 log.warning("%s: it is built anew from the records", error)
                 rows.clear()
-                self._compare(rows, range(SHARDS))
+                self._compare(rows)
 
-    def _compare_gently(self) -> None:
-        """Compare the index with the directory, one folder at a time, with rests between them."""
-        assert self._rows is not None
+    def _compare(self, rows: DiskIndex, *, gently: bool = False) -> None:
+        """Add the records in the directory that the index lacks, and forget those whose files are gone.
+
+        `gently` rests between two folders, and leaves a folder that cannot be read to the next start.
+        """
+        new: list[tuple[int, ChunkKey]] = []
         for shard in range(SHARDS):
-            if self._closed.wait(REST_SECONDS):
+            if self._closed.wait(REST_SECONDS if gently else 0):
                 return
             try:
-                self._compare(self._rows, [shard])
-            except IndexLost as error:
-                self._build_anew(self._rows, error)
-                return
-            except OSError as error:  # The next start compares this folder again.
+                new += self._differences(rows, shard)
+            except IndexLost:
+                raise
+            except OSError as error:
+                if not gently:
+                    raise
                 log.debug("records in folder %02x were not compared with the index: %s", shard, error)
-
-    def _compare(self, rows: DiskIndex, shards: Iterable[int]) -> None:
-        """Add the records in these folders that the index lacks, and forget those whose files are gone."""
-        new: list[tuple[int, ChunkKey]] = []
-        for shard in shards:
-            if self._closed.is_set():
-                return
-            known, there = rows.beginning_with(shard), self._keys_in(f"{shard:02x}")
-            for key in known - there:
-                with self._lock:
-                    if not self._path(key).exists():  # A writer may have written the file since.
-                        self._forget(key)
-            for key in there - known:
-                with contextlib.suppress(FileNotFoundError):
-                    status = self._path(key).lstat()
-                    if stat.S_ISREG(status.st_mode):
-                        new.append((status.st_mtime_ns, key))
         if len(new) >= LOGGED_RECORDS:
             log.info("disk tier %s: reading %d records that its index lacks", self.root, len(new))
         for used, key in sorted(new):
             if self._closed.is_set():
                 return
             self._adopt(rows, key, used)
+        self._loaded = True
+
+    def _differences(self, rows: DiskIndex, shard: int) -> list[tuple[int, ChunkKey]]:
+        """Forget a folder's records whose files are gone. Returns those that the index lacks, with their times."""
+        known, there = rows.beginning_with(shard), self._keys_in(f"{shard:02x}")
+        for key in known - there:
+            with self._lock:
+                if not self._path(key).exists():  # A writer may have written the file since.
+                    self._forget(key)
+        new = []
+        for key in there - known:
+            with contextlib.suppress(FileNotFoundError):
+                status = self._path(key).lstat()
+                if stat.S_ISREG(status.st_mode):
+                    new.append((status.st_mtime_ns, key))
+        return new
 
     def _keys_in(self, shard: str) -> set[ChunkKey]:
         """Return the keys of the files in a folder that are named like records."""
@@ -210,7 +229,7 @@ class DiskTier:
         with self._lock:
             if not self._path(key).exists():
                 return
-            if key not in self._index:
+            if key not in self._order.entries:
                 self._remember(key, size, meta.kind if meta else RecordKind.PAGES)
             if meta is not None:
                 rows.put(meta, size, used)
@@ -229,7 +248,7 @@ class DiskTier:
         if self.read_only:
             return [self._path(key).exists() for key in keys]
         # The lock is not taken, because it is held while files are removed. So the result may be slightly stale.
-        return list(map(self._index.__contains__, keys))
+        return list(map(self._order.entries.__contains__, keys))
 
     def unanswered(self, keys: Sequence[ChunkKey]) -> bool:
         """Return false: lookups wait for their answers."""
@@ -270,7 +289,7 @@ class DiskTier:
             return
         now = time.time_ns()
         with self._uses_lock:
-            for key in filter(self._index.__contains__, keys):
+            for key in filter(self._order.entries.__contains__, keys):
                 self._uses.pop(key, None)  # so that the key moves to the end: the latest use is last
                 self._uses[key] = now
 
@@ -335,7 +354,7 @@ class DiskTier:
 
     def entries(self) -> Iterator[Entry]:
         """Return the records in the directory now, least recently used first."""
-        found, uses = [], self.last_uses()
+        found, uses = [], self._last_uses()
         for shard in os.scandir(self._records) if self._records.is_dir() else ():
             for file in os.scandir(shard.path) if shard.is_dir(follow_symlinks=False) else ():
                 named = _RECORD_NAME.fullmatch(file.name) and file.name[:2] == shard.name
@@ -345,36 +364,39 @@ class DiskTier:
                         found.append(Entry(key=key, bytes=status.st_size, used=uses.get(key, status.st_mtime)))
         return iter(sorted(found, key=lambda entry: entry.used))
 
-    def last_uses(self) -> dict[ChunkKey, float]:
-        """Return the time of the last use of each record, in seconds since 1970, as far as the index has it."""
-        with contextlib.suppress(IndexLost):
-            return read_uses(self.root) if self._rows is None else self._rows.uses()
-        return {}
+    def all_keys(self) -> Collection[ChunkKey]:
+        """Return the keys of all records."""
+        with self._lock:
+            return list(self._order.entries)
 
-    def headers(self) -> Iterator[RecordMeta]:
-        """Report each record in the index, and yield its header without sizes and checksums of parts."""
+    def headers(self) -> Iterator[tuple[RecordMeta, float]]:
+        """Yield the header of each record in the index, and report the record afterwards."""
         assert self._rows is not None, "only the owner of a directory has its index"
+        was_complete = self._loaded
         try:
             yield from self._headers(self._rows)
+            if not was_complete and self._comparing is not None:  # Records were added that the listing may have missed.
+                self._comparing.join()
+                yield from self._headers(self._rows)
         except IndexLost as error:
             self._build_anew(self._rows, error)
             with contextlib.suppress(IndexLost):  # Nothing more is known now; the next start builds it anew.
                 yield from self._headers(self._rows)
 
-    def _headers(self, rows: DiskIndex) -> Iterator[RecordMeta]:
-        for meta in rows.headers():
-            with self._lock:
-                if meta.key not in self._index:  # The record has been evicted since, and must not be reported.
-                    continue
-                if self._changes is not None:
+    def _headers(self, rows: DiskIndex) -> Iterator[tuple[RecordMeta, float]]:
+        for meta, used in rows.headers():
+            if meta.key not in self._order.entries:  # The record has been evicted since.
+                continue
+            yield meta, used
+            with self._lock:  # A record that has been evicted must not be reported.
+                if self._changes is not None and meta.key in self._order.entries:
                     self._changes.appeared(self.name, meta)
-            yield meta
 
     def protect(self, keys: Collection[ChunkKey], *, pinned: bool) -> None:
         """Pin records of documents, or end that."""
         with self._lock:
             (self._pinned.update if pinned else self._pinned.difference_update)(keys)
-            for key in filter(self._index.__contains__, keys):
+            for key in filter(self._order.entries.__contains__, keys):
                 self._order.reclassify(key, EvictionClass.of(RecordKind.DOCUMENT, pinned=pinned))
                 self._order.touch(key)
 
@@ -390,13 +412,11 @@ class DiskTier:
         self._changes = changes
 
     def faults(self) -> list[str]:
-        """Compare the index with the order of eviction."""
+        """Compare the order of eviction with itself, and with the number of bytes."""
         with self._lock:
             found = list(self._order.faults(lambda _: False))
-            if set(self._order) != self._index.keys():
-                found.append("the index and the order of eviction have different records")
-            if sum(self._index.values()) > self.bytes:
-                found.append(f"the records take {sum(self._index.values())} bytes, counted as {self.bytes}")
+            if (taken := sum(facts.size for facts in self._order.entries.values())) > self.bytes:
+                found.append(f"the records take {taken:.0f} bytes, counted as {self.bytes}")
         return found
 
     def check(self, fix: bool = False) -> list[Finding]:
@@ -448,16 +468,27 @@ class DiskTier:
     def _read(self, key: ChunkKey) -> DiskReader:
         return DiskReader(self._path(key), key, self.discard)
 
+    def _last_uses(self) -> dict[ChunkKey, float]:
+        """Return the time of the last use of each record, in seconds since 1970, as far as the index has it."""
+        with contextlib.suppress(IndexLost):
+            return read_uses(self.root) if self._rows is None else self._rows.uses()
+        return {}
+
+    def _counted(self, rows: DiskIndex) -> Iterator[tuple[ChunkKey, EvictionClass, int]]:
+        """Yield the class and size of the records in the index, least recently used first, and count their bytes."""
+        for key, size, kind in rows.records():
+            self.bytes += size
+            yield key, EvictionClass.of(kind, pinned=False), size
+
     def _remember(self, key: ChunkKey, size: int, kind: RecordKind) -> None:
-        self._index[key] = size
         self.bytes += size
         self._order.insert(key, EvictionClass.of(kind, pinned=key in self._pinned), size)
         self._order.release(key)
 
     def _forget(self, key: ChunkKey) -> None:
-        size = self._index.pop(key, None)
-        if size is not None:
-            self.bytes -= size
+        facts = self._order.entries.get(key)
+        if facts is not None:
+            self.bytes -= int(facts.size)
             self._order.remove(key)
             if self._rows is not None:
                 self._rows.remove(key)
@@ -472,13 +503,13 @@ class DiskTier:
         if excess > 0:
             self._apply_uses()
         while freed < excess and (key := self._order.first()) is not None:
-            size = self._index[key]
+            facts = self._order.entries[key]
             self._path(key).unlink(missing_ok=True)  # If this fails, the record stays in the index and can be read.
-            if self._order.class_of(key) is not EvictionClass.OTHER:
+            if facts.eviction_class is not EvictionClass.OTHER:
                 self._document_evicted()
             self._forget(key)
             self.evictions += 1
-            freed += size
+            freed += int(facts.size)
         return freed
 
     def _apply_uses(self) -> None:
@@ -489,7 +520,7 @@ class DiskTier:
         with self._uses_lock:
             uses, self._uses = self._uses, {}
         for key, when in uses.items():
-            if key in self._index:
+            if key in self._order.entries:
                 self._order.touch(key)
                 assert self._rows is not None, "only the owner of a directory notes uses"
                 self._rows.use(key, when)
