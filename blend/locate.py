@@ -6,7 +6,7 @@ same in all surroundings.
 
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from lmc.blend.segments import Span
@@ -14,19 +14,34 @@ from lmc.blend.turn_headers import Tokens
 from lmc.keys import common_prefix
 
 BEFORE, AFTER = ("a ", "a\n", 'a"'), (" b", "\nb", '"b')  # surroundings that pretokenizers treat differently
+END_CHARACTERS = 400  # of a text; its surroundings change tokens only there
 MIN_TOKENS = 4  # minimum number of tokens that a text has in all surroundings
 MAX_PLACES = 100  # maximum number of places of one text, because the engine makes no step meanwhile
 
 
 def inner_tokens(encode: Callable[[str], Tokens], text: str) -> "array[int]":
-    """Return the tokens of a text that do not depend on the text around it. White space around the text is ignored."""
+    """Return the tokens of a text that do not depend on the text around it. White space around the text is ignored.
+
+    A long text is encoded as a whole only once, because the engine makes no step meanwhile.
+    """
     text = text.strip()
     tokens = encode(BEFORE[0] + text + AFTER[0])
-    others_before = (encode(before + text + AFTER[0]) for before in BEFORE[1:])
-    others_after = (encode(BEFORE[0] + text + after) for after in AFTER[1:])
-    start = max(len(tokens) - common_prefix(tokens[::-1], other[::-1]) for other in others_before)
-    stop = min(common_prefix(tokens, other) for other in others_after)
-    return array("I", tokens[start:stop])
+    head, tail = text[:END_CHARACTERS], text[-END_CHARACTERS:]
+    start, stop = _changed(encode, BEFORE, head, ("",)), _changed(encode, ("",), tail, AFTER)
+    if len(text) <= 2 * END_CHARACTERS or start is None or stop is None:
+        start, stop = _changed(encode, BEFORE, text, AFTER[:1]), _changed(encode, BEFORE[:1], text, AFTER)
+        if start is None or stop is None:
+            return array("I")
+    return array("I", tokens[start : max(0, len(tokens) - stop)])
+
+
+def _changed(encode: Callable[[str], Tokens], before: Sequence[str], text: str, after: Sequence[str]) -> int | None:
+    """Return how many tokens at one end differ between surroundings, of which one side has several; None if all do."""
+    found = [encode(one + text + other) for one in before for other in after]
+    if len(before) > 1:
+        found = [tokens[::-1] for tokens in found]
+    same = min(common_prefix(found[0], other) for other in found[1:])
+    return len(found[0]) - same if same else None
 
 
 def find_texts(prompt: "array[int]", texts: "Iterable[array[int]]") -> list[list[Span]]:

@@ -1,21 +1,19 @@
 """Turns of a conversation, retries and beams go on from what the engine has of a blend; idle steps make it exact."""
 
 import pytest
-from vllm_fakes import BLOCK, DOC_A, DOC_B, Lab, Request, learn, prompt, state_of
+from vllm_fakes import BLOCK, DOC_A, DOC_B, Lab, Request, hashes_of, learn, prompt, state_of
 
-from lmc.blend.segments import Span
+from lmc.blend.segments import Placement, Span
 from lmc.connectors.vllm.messages import StepReport
 from lmc.connectors.vllm.scheduler import backfill, balance, isolation, scheduler
 from lmc.connectors.vllm.scheduler.idle import MAX_PAUSE_SECONDS
 from lmc.connectors.vllm.scheduler.isolation import OwnBlends, set_salts
-from lmc.engine import Piece
-from lmc.keys import RecordKind
 from lmc.storage.cost_model import BlendOffer, CostModel
 
 HEADER = (1, 2, 3)  # what the chat template writes before an answer
 USER = (1, 8)  # and before a question
 DOC_C = [400 + i for i in range(12)]
-REUSED = [Piece.whole(RecordKind.DOCUMENT, b"key", 12, 8, 0, None)]
+PIECES = [Placement(at=8, tokens=12, first=0)]
 ANSWER = list(range(500, 511))
 NEXT = [*USER, 80, 81, 82, 83, 84, 85, *HEADER]
 
@@ -846,6 +844,34 @@ def test_a_request_that_has_no_blocks_stops_a_backfill(lab: Lab) -> None:
     lab.finish(request)
 
 
+def test_a_request_that_reads_no_prefix_cache_stops_a_backfill_that_holds_its_blocks(lab: Lab) -> None:
+    """It has no claim, and waited until the backfill had ended."""
+    first_turn(lab, chat(DOC_A, DOC_B))
+    lab.workers.slow = True
+    lab.step()
+    request = lab.arrive("waits", list(range(900, 940)), {"blend": False}, skip_reading_prefix_cache=True)
+    assert lab.scheduler.claim(request, 0) == 0
+    assert lab.step().cancel
+    lab.workers.slow = False
+    lab.finish(request)
+
+
+def test_a_document_to_learn_does_not_stop_a_backfill(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A document that waits for an idle step was taken for one that lacks blocks."""
+    monkeypatch.setattr(scheduler, "REST_SECONDS", 0.05)
+    first_turn(lab, chat(DOC_A, DOC_B))
+    lab.workers.slow = True
+    lab.now += 0.05
+    lab.step()
+    lab.serve("other", prompt(list(range(900, 912)), system=[3] * 5))
+    assert not lab.step().cancel
+    lab.workers.slow = False
+    lab.now += 0.05
+    lab.settle()
+    assert lab.scheduler.numbers()["backfills"] == 1
+    lab.engine.learning.clear()
+
+
 def test_a_conversation_that_does_not_fit_is_dropped_and_holds_nothing(lab: Lab) -> None:
     first_turn(lab, chat(DOC_A, DOC_B))
     held = lab.pool.get_new_blocks(lab.pool.get_num_free_blocks() - 6)
@@ -897,7 +923,7 @@ def test_the_tenant_with_the_most_blends_loses_its_oldest_one(monkeypatch: pytes
         request = asked[name]
         blends.add(
             request=name, tenant=tenant, prompt=request.prompt_token_ids, hashes=request.block_hashes,
-            end=len(request.prompt_token_ids), reused=REUSED, policy=policy, salts=((1, b"salt"),),
+            end=len(request.prompt_token_ids), pieces=PIECES, policy=policy, salts=((1, b"salt"),),
             origin=(1, b"salt"), by_separators=True,
         )  # fmt: skip
     assert [found("a", "busy"), found("b", "other"), found("c", "busy"), found("d", "busy")] == [False, *[True] * 3]
@@ -929,3 +955,168 @@ def test_salts_are_set_and_taken_away_again() -> None:
     assert request.block_hashes == exact
     set_salts(request, ())
     assert request.block_hashes == exact
+
+
+# -- approximate KV stays apart from exact KV ------------------------------------------------------------------------
+
+
+def revised(lab: Lab, turn: list[int]) -> tuple[Request, object]:
+    """A request that revises a blend, and its job, after the load."""
+    request = lab.arrive(f"revised {len(turn)}", turn)
+    lab.look(request)
+    assert state_of(lab, request.request_id).revision is not None
+    lab.wait(lambda: lab.admit(request))
+    (job,) = lab.step().loads
+    lab.load(request)
+    return request, job
+
+
+def approximate_under_exact_hashes(lab: Lab, request: Request, job: object) -> list[int]:
+    """The blocks of a prompt that are copies of approximate blocks, and have the hashes of exact ones."""
+    exact, table = hashes_of(request.all_token_ids), lab.tables[request.request_id]
+    return [at for at in (table.index(new) for _, new in job.copied) if request.block_hashes[at] == exact[at]]
+
+
+def end(lab: Lab, request: Request) -> None:
+    lab.compute(request, request.num_tokens - request.num_computed_tokens)
+    lab.finish(request)
+    lab.drop_backfills()
+    lab.settle()
+
+
+def exact_tokens(lab: Lab, tokens: list[int]) -> int:
+    """How many tokens a request that does not allow blending finds in the engine's cache."""
+    request = lab.arrive("exact", tokens, {"blend": False})
+    local = lab.look(request)
+    lab.finish(request)
+    return local
+
+
+def test_the_question_before_is_approximate_in_a_revision_for_another_document(lab: Lab) -> None:
+    """Its blocks were copied, not recomputed, and got exact hashes: in the engine's cache and in the store."""
+    tokens = chat(DOC_A)
+    first_turn(lab, tokens)
+    lab.drop_backfills()
+    lab.serve("exactly", [*prompt(DOC_A, question=[70, 71, 72, 73, 79]), *HEADER], {"blend": False})
+    known = exact_tokens(lab, turn := [*tokens, *ANSWER, *USER, 90, 91, *DOC_C, 90, 91, 81, *HEADER])
+    request, job = revised(lab, turn)
+    assert not approximate_under_exact_hashes(lab, request, job)
+    end(lab, request)
+    assert exact_tokens(lab, turn) == known
+
+
+def test_a_revision_after_a_turn_that_shared_blocks_knows_all_documents(lab: Lab) -> None:
+    """A turn that had no blocks for copies was remembered without the documents of the turn before."""
+    tokens = chat(DOC_A, DOC_B)
+    first_turn(lab, tokens)
+    lab.drop_backfills()
+    second = [*tokens, *ANSWER, *USER, 90, 91, *DOC_C, 90, 91, 81, *HEADER]
+    held = lab.pool.get_new_blocks(lab.pool.get_num_free_blocks() - 2 * (len(tokens) + len(ANSWER)) // BLOCK)
+    shares = lab.arrive("shares", second)
+    lab.wait(lambda: lab.admit(shares))
+    lab.step()
+    lab.load(shares)
+    lab.pool.free_blocks(held)
+    lab.decode(shares, [*ANSWER, 9])
+    lab.finish(shares)
+    lab.drop_backfills()
+    third = [*second, *ANSWER, *NEXT]
+    request, job = revised(lab, third)
+    assert not approximate_under_exact_hashes(lab, request, job)
+    assert sum(piece.tokens for piece in job.own if not piece.exact) == len(DOC_A) + len(DOC_B) + len(DOC_C)
+    end(lab, request)
+    assert exact_tokens(lab, third) <= BLOCK
+
+
+def test_pages_that_are_loaded_exactly_are_not_overwritten_by_copies(lab: Lab) -> None:
+    """They are in the store and not in the engine's cache: another engine has computed them."""
+    tokens = chat(DOC_A, DOC_B)
+    first_turn(lab, tokens)
+    lab.drop_backfills()
+    other = lab.serve("plain", [*prompt(DOC_A, DOC_C), *HEADER], {"blend": False})
+    lab.drop_backfills()
+    lab.settle()
+    evict(lab, other.block_hashes[1:])
+    request, job = revised(lab, later_turn(tokens))
+    assert job.exact > job.start, "pages are loaded"
+    assert lab.right(request, job.exact)
+    assert not approximate_under_exact_hashes(lab, request, job)
+    end(lab, request)
+
+
+def evict(lab: Lab, hashes: list[bytes]) -> None:
+    """Remove blocks from the engine's cache."""
+    for one in hashes:
+        block = lab.pool.cached.pop(one, None)
+        if block is not None:
+            block.block_hash = None
+
+
+# -- work that is not done again -------------------------------------------------------------------------------------
+
+
+def test_a_retry_continues_from_the_latest_blend_of_its_prompt(lab: Lab) -> None:
+    """After the eviction of a part, each retry found the first blend again, and blended this part again."""
+    tokens = chat(DOC_A, DOC_B)
+    first = lab.serve("first", tokens, SHARES, output=[*ANSWER, 9])
+    lab.drop_backfills()
+    evict(lab, first.block_hashes[6:])
+    local = []
+    for retry in range(3):
+        request = lab.arrive(f"retry {retry}", tokens, SHARES)
+        local.append(lab.look(request))
+        lab.wait(lambda request=request: lab.admit(request))
+        lab.load(request)
+        end(lab, request)
+    assert local == [6 * BLOCK, *[len(tokens) // BLOCK * BLOCK] * 2]
+
+
+def test_a_retry_of_a_request_that_was_aborted_during_its_blend_is_blended(make) -> None:
+    """It counted as a repetition of a blend whose blocks the engine should have, and was computed."""
+    lab = make(answers=(HEADER,), messages=(USER,), blocks=256, slots=64)
+    learn(lab, DOC_A, DOC_B)
+    request = lab.arrive("one", chat(DOC_A, DOC_B))
+    lab.workers.held_back = True
+    assert lab.admit(request)
+    lab.step()
+    lab.lose(request, "abort")
+    lab.drop_backfills()
+    assert lab.serve("retry", chat(DOC_A, DOC_B)).loaded
+
+
+def test_a_preempted_blend_continues_no_other_one(lab: Lab) -> None:
+    request = lab.arrive("one", chat(DOC_A, DOC_B))
+    lab.wait(lambda: lab.admit(request))
+    lab.load(request)
+    lab.decode(request, [500, 501])
+    lab.preempt(request)
+    lab.wait(lambda: lab.admit(request))
+    lab.compute(request, request.num_tokens - request.num_computed_tokens)
+    assert "continued_tokens" not in lab.finish(request)
+    assert lab.scheduler.counts["blends_continued"] == 0
+    lab.drop_backfills()
+
+
+def test_a_revision_whose_copies_do_not_fit_shares_the_blocks(lab: Lab) -> None:
+    """The engine also takes the cached blocks before the copies, which are free until then. The load failed."""
+    tokens = [*prompt(DOC_A, DOC_B, system=list(range(600, 660))), *HEADER]
+    first_turn(lab, tokens)
+    lab.drop_backfills()
+    lab.settle()
+    turn = later_turn(tokens)
+    request = lab.arrive("second", turn)
+    lab.look(request)
+    assert state_of(lab, "second").revision is not None
+    free = -(-len(turn) // BLOCK) + 4  # The engine admits the request: it needs this number of blocks, without copies.
+    empty = [block for block in lab.pool.free if block.block_hash is None]
+    held = empty[: len(lab.pool.free) - free]
+    for block in held:
+        lab.pool.free.remove(block)
+        block.ref_cnt = 1
+    lab.wait(lambda: lab.admit(request))
+    lab.step()
+    assert lab.scheduler.counts["failed_loads"] == 0
+    lab.compute(request, request.num_tokens - request.num_computed_tokens)
+    assert lab.finish(request)["continued_tokens"] > 0
+    lab.pool.free_blocks(held)
+    lab.drop_backfills()

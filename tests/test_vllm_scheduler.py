@@ -38,7 +38,7 @@ from vllm_fakes import (
 from lmc.blend.segments import Span
 from lmc.connectors.vllm.messages import BlendJob, LoadJob, StepReport
 from lmc.connectors.vllm.model_identity import layout_of, model_identity
-from lmc.connectors.vllm.scheduler import claims
+from lmc.connectors.vllm.scheduler import claims, roles
 from lmc.connectors.vllm.scheduler.idle import MAX_PAUSE_SECONDS
 from lmc.connectors.vllm.scheduler.request_state import Role
 from lmc.connectors.vllm.scheduler.scheduler import MAX_LEARN_SECONDS, MAX_TURN_SECONDS
@@ -2167,3 +2167,62 @@ def test_an_engine_learns_documents_of_others_while_it_makes_steps_and_has_block
     assert not has_time()
     lab.pool.free_blocks(taken)
     assert has_time()
+
+
+def test_a_large_blend_is_not_overtaken_by_small_ones_for_ever(make):
+    """It fits only while few others are under way, and smaller ones took the place of each one that ended."""
+    lab = make(batch_tokens=32, blocks=256, slots=32, settings={"load_policy": "always"})
+    learn(lab, DOC_A, DOC_B)
+
+    def small(number):
+        return lab.arrive(f"{number}", prompt(DOC_A, system=[5, 6, 7, 8, 600 + number]))
+
+    first, large = small(0), lab.arrive("large", prompt(DOC_B, DOC_A, system=[9] * 20))
+    assert 2 * 32 - first.num_tokens < large.num_tokens
+    assert lab.admit(first)
+    assert lab.admit(large) is None
+    later = small(1)
+    assert lab.admit(later) is None, "the engine asks about the large one first"
+    lab.step()
+    lab.load(first)
+    lab.wait(lambda: lab.admit(large))
+    for request in (first, large):
+        lab.load(request)
+        lab.compute(request, request.num_tokens - request.num_computed_tokens)
+        lab.finish(request)
+    lab.wait(lambda: lab.admit(later))
+    lab.load(later)
+    lab.compute(later, later.num_tokens - later.num_computed_tokens)
+    lab.finish(later)
+    lab.drop_backfills()
+
+
+def test_documents_of_a_request_that_reads_no_prefix_cache_are_not_known(make):
+    """Nothing was looked up for it, so all of its documents counted as stored, and were never learned."""
+    lab = make()
+    new = list(range(900, 930))
+    lab.serve("with logprobs of the prompt", prompt(new), skip_reading_prefix_cache=True)
+    assert (lab.scheduler.counts["documents_known"], lab.engine.known.count()) == (0, 0)
+    lab.serve("without", prompt(new))
+    assert lab.scheduler.counts["documents_unknown"] == 1
+    lab.engine.learning.clear()
+
+
+def test_short_texts_are_forgotten_as_well(make, monkeypatch):
+    """A text without inner tokens took no room, and such texts were kept without end."""
+    monkeypatch.setattr(roles, "MOST_REMEMBERED", 1000)
+    encoded = []
+    characters = SimpleNamespace(
+        encode=lambda text: encoded.append(text) or list(map(ord, text)),
+        decode=lambda tokens: "".join(map(chr, tokens)),
+    )
+    lab = make(tokenizer=characters)
+
+    def name(text):
+        encoded.clear()
+        lab.finish(lab.arrive(f"{len(lab.scheduler.recent)}", PLAIN, {"documents": [text]}))
+        return bool(encoded)
+
+    assert all(name(f"{number:03}") for number in range(100))
+    assert not name("099")
+    assert name("000")

@@ -57,15 +57,11 @@ class OwnBlend:
     origin: Salt  # the first salt of the first blend of the conversation
     block: bytes  # the exact hash of the last full block among the tokens on which the blend depends
     rest: tuple[int, ...]  # the tokens between `block` and `end`
+    first: int  # the position of the first block with approximate tokens
     end: int  # The blend depends on the tokens before this position.
     documents: bytes  # the exact hash of the last full block of the blend's documents
     by_separators: bool  # Separators mark the blend's documents.
     spent: float  # tokens that revisions have computed since the documents were first blended; vLLM would have them
-
-    @property
-    def first(self) -> int:
-        """The position of the first approximate token."""
-        return self.pieces[0].at
 
     @property
     def stop(self) -> int:
@@ -94,26 +90,30 @@ class OwnBlends:
         prompt: Sequence[int],
         hashes: Sequence[bytes],
         end: int,
-        reused: Sequence[Piece],
+        pieces: Sequence[Placement],
         policy: RecomputePolicy,
         salts: Salts,
         origin: Salt,
         by_separators: bool,
         spent: float = 0.0,
     ) -> None:
-        """Add a blend that depends on the tokens before `end`. `hashes` are the exact hashes of the prompt's blocks."""
+        """Add a blend that depends on the tokens before `end`. `hashes` are the exact hashes of the prompt's blocks.
+
+        `pieces` are its approximate tokens, with those of an earlier blend that it continues.
+        """
         full = min(end // self._block_size, len(hashes))
         if not full:
             return
-        last = min(reused[-1].stop // self._block_size, len(hashes))
+        last = min((pieces[-1].at + pieces[-1].tokens) // self._block_size, len(hashes))
         blend = OwnBlend(
             request=request,
             policy=policy,
-            pieces=tuple(Placement(at=piece.at, tokens=piece.tokens, first=piece.first) for piece in reused),
+            pieces=tuple(pieces),
             salts=salts,
             origin=origin,
             block=hashes[full - 1],
             rest=tuple(prompt[full * self._block_size : end]),
+            first=salts[0][0] * self._block_size,
             end=end,
             documents=hashes[last - 1],
             by_separators=by_separators,
@@ -143,7 +143,7 @@ class OwnBlends:
         documents: Sequence[Span] | None,
         policy: RecomputePolicy,
     ) -> Iterator[OwnBlend]:
-        """Yield the blends that a prompt can continue, the longest first.
+        """Yield the blends that a prompt can continue, the longest first, and of equally long ones the latest.
 
         The prompt begins with all tokens on which the blend depends, and asks for the same policy. The pieces that the
         blend reused lie inside the prompt's `documents`. `documents` is None if separators mark the documents of the
@@ -151,7 +151,8 @@ class OwnBlends:
         """
         for full in range(len(hashes) if self._by_block else 0, 0, -1):
             stop = full * self._block_size
-            for blend in sorted(self._by_block.get(hashes[full - 1], ()), key=lambda one: -len(one.rest)):
+            latest = reversed(self._by_block.get(hashes[full - 1], ()))
+            for blend in sorted(latest, key=lambda one: -len(one.rest)):
                 if tuple(prompt[stop : stop + len(blend.rest)]) == blend.rest and _fits(blend, documents, policy):
                     self._of_tenant[tenant].move_to_end(blend)
                     yield blend

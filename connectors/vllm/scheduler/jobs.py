@@ -24,7 +24,7 @@ def job_of(
     documents = [(piece, state.pins[piece.key]) for piece in plan.pieces if piece.kind is RecordKind.DOCUMENT]
     policy, revision = state.policy, state.revision
     assert policy is not None
-    first = revision.first_block(local) if revision else 0
+    first = revision.first_block(end_of_pages(plan)) if revision else 0
     length = plan.stop if policy.strategy in NEEDS_QUESTION else min(plan.stop, request.num_prompt_tokens)
     return BlendJob(
         request=state.id,

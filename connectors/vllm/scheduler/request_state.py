@@ -9,7 +9,7 @@ from typing import Any
 
 from lmc.blend.segments import Span
 from lmc.blend.strategies import RecomputePolicy
-from lmc.connectors.vllm.scheduler.isolation import Salt, Salts
+from lmc.connectors.vllm.scheduler.isolation import OwnBlend, Salt, Salts
 from lmc.connectors.vllm.scheduler.kv_groups import Borrowed
 from lmc.connectors.vllm.scheduler.request_options import Options
 from lmc.connectors.vllm.scheduler.revision import Revision
@@ -52,6 +52,7 @@ class RequestState:
     blended_now: bool = False  # Its blend is under way or has ended, and the engine has computed nothing for it yet.
     is_long: bool = False  # The engine would compute a tenth of a step or more: earlier blends go first.
     turn_since: float | None = None  # time since which the request may have waited for earlier blends, or for blocks
+    awaits_blocks: bool = False  # The engine may run the request as soon as it has enough blocks.
     claim: Plan | None = None  # the plan that the engine was promised, from pinned chunks
     borrowed: Borrowed | None = None  # blocks that the blend under way needs in addition to the request's own
     # Time limits of the request's loads
@@ -74,6 +75,7 @@ class RequestState:
     scheduled: bool = False  # The engine has computed tokens of the request.
     follows: bool = False  # The request continues an earlier blend, or asks something else about its documents.
     shared_with_blend: int = 0  # leading tokens shared with an earlier blend; vLLM alone would have them exactly
+    continues: OwnBlend | None = None  # the earlier blend whose blocks the request uses as they are
     blended_before: int = 0  # number of tokens on which the continued blend depends
     continued: int = 0  # tokens from the engine's own blocks of an earlier blend
     approximate: int | None = None  # From this position on, KV is not exact and is not saved as exact.

@@ -36,20 +36,20 @@ class Revision:
     @property
     def first(self) -> int:
         """The position of the first block with approximate tokens."""
-        return self.blend.salts[0][0] * self.block_size
+        return self.blend.first
 
     @property
     def stop(self) -> int:
         """The end of the blocks, as a position."""
         return len(self.hashes) * self.block_size
 
-    def blocks_after(self, local: int) -> Sequence[bytes]:
-        """Return the hashes of the blocks to copy, if the engine has the first `local` tokens exactly."""
-        return self.hashes[self.first_block(local) :]
+    def blocks_after(self, exact: int) -> Sequence[bytes]:
+        """Return the hashes of the blocks to copy, if the first `exact` tokens are cached or loaded exactly."""
+        return self.hashes[self.first_block(exact) :]
 
-    def first_block(self, local: int) -> int:
+    def first_block(self, exact: int) -> int:
         """Return the index of the first block to copy."""
-        return max(self.first, local) // self.block_size
+        return max(self.first, exact) // self.block_size
 
     def match(self, found: Match) -> Match:
         """Return a match in which the tokens of the copied blocks take the place of the documents before their end.

@@ -33,7 +33,7 @@ class Roles:
         self._setup, self._counts, self._quiet = setup, counts, quiet
         self.told: set[str] = set()
         # The inner tokens of texts that requests have named, by the text.
-        self._texts: LRUCache[str, array[int]] = LRUCache(MOST_REMEMBERED, getsizeof=len)
+        self._texts: LRUCache[str, array[int]] = LRUCache(MOST_REMEMBERED, getsizeof=_size)
 
     def classify(self, request: Any) -> RequestState:
         """Return the state of a new request, with its role and its documents."""
@@ -140,7 +140,7 @@ class Roles:
         tokens = self._texts.get(text)
         if tokens is None:
             tokens = inner_tokens(self._setup.tokenizer.encode, text)
-            if len(tokens) <= MOST_REMEMBERED:
+            if _size(tokens) <= MOST_REMEMBERED:
                 self._texts[text] = tokens
         return tokens
 
@@ -171,3 +171,8 @@ class Roles:
         if about not in self.told and not self._quiet:
             self.told.add(about)
             log.warning("%s (said once, counted as lmc:refused)", text)
+
+
+def _size(tokens: "array[int]") -> int:
+    """Return what a text takes, in tokens: also one whose tokens all depend on its surroundings."""
+    return len(tokens) + 32

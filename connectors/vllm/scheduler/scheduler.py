@@ -20,9 +20,10 @@ import os
 import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from lmc.blend.segments import Span, last_question
+from lmc.blend.segments import Placement, Span, last_question
 from lmc.blend.strategies import NEEDS_QUESTION
 from lmc.blend.turn_headers import occurrences
 from lmc.connectors.vllm.messages import BLEND_SHARE, StepPlan, StepReport
@@ -96,6 +97,7 @@ class Scheduler:
         # Requests with exact loads, by the hash of their first loaded block, until the engine computes them.
         self._exact_loads: dict[bytes, RequestState] = {}
         self._waiting_blocks = 0  # blocks for prompts that wait, in this step, for blends of earlier requests
+        self._a_blend_waits = False  # In this step, a blend waits because enough others are under way.
         self.recent: OrderedDict[str, Mapping[str, Any]] = OrderedDict()  # facts of requests that have ended
         self._next = StepPlan()  # the plan of the next step, as far as it is known
         self._introduced: SlabAddress | None = None  # the slab that the workers know
@@ -155,7 +157,15 @@ class Scheduler:
     def claim(self, request: Any, local: int) -> int | None:
         """Return how many tokens after the first `local` tokens will be loaded; None if that is not known yet."""
         state = self._states.get(request.request_id)
-        if state is None or state.given_up or self.off or request.skip_reading_prefix_cache:
+        if state is None:
+            return 0
+        promised = self._promise(state, local)
+        state.awaits_blocks = promised is not None
+        return promised
+
+    def _promise(self, state: RequestState, local: int) -> int | None:
+        request = state.request
+        if state.given_up or self.off or request.skip_reading_prefix_cache:
             return 0
         if (state.role is Role.LEARN and not self._has_learned(state)) or self._awaits_answers(state):
             return None
@@ -257,12 +267,15 @@ class Scheduler:
 
         The engine's steps admit prompts up to a limit of tokens, to which loads do not count. Without a limit of its
         own, a burst of blends would take all blocks, and running requests would be preempted. A prompt that waits holds
-        no chunks.
+        no chunks. Blends that the engine asks about after it in this step wait, too, so that it is not overtaken.
         """
         under_way = sum(self._blended_tokens.values())
-        tokens = state.request.num_prompt_tokens - local
-        if not state.is_blend or not under_way or under_way + tokens <= STEPS_OF_BLENDS * self._setup.batch_tokens:
+        if not state.is_blend or not under_way:
             return False
+        tokens = state.request.num_prompt_tokens - local
+        if not self._a_blend_waits and under_way + tokens <= STEPS_OF_BLENDS * self._setup.batch_tokens:
+            return False
+        self._a_blend_waits = True
         self._claims.release(state)
         return True
 
@@ -301,7 +314,7 @@ class Scheduler:
     def _note_cached(self, state: RequestState, local: int) -> None:
         """Record how many tokens of a request the engine has, and how many of these belong to an earlier blend."""
         state.local = local
-        if state.salts:
+        if state.salts and not state.request.num_preemptions:  # Otherwise it continues its own blend.
             state.continued = max(0, local - state.salts[0][0] * self._block_size)
 
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], tokens: int) -> None:
@@ -313,7 +326,8 @@ class Scheduler:
         assert plan is not None
         local = plan.match.local
         assert plan.stop - local == tokens, "the engine loads another number of tokens than was claimed"
-        state.claim, state.loading, state.loading_since = None, True, self._setup.clock()
+        state.claim, state.awaits_blocks = None, False
+        state.loading, state.loading_since = True, self._setup.clock()
         if self._groups.windowed and is_blend(plan):
             state.borrowed = self._groups.completed(tables, request.block_hashes, local, end_of_pages(plan))
             if state.borrowed is None:  # The engine has evicted blocks to allocate these.
@@ -321,7 +335,7 @@ class Scheduler:
                 return
             tables = state.borrowed.tables
         if state.revision is not None:
-            blocks = self._groups.cached_blocks(state.revision.blocks_after(local))
+            blocks = self._groups.cached_blocks(state.revision.blocks_after(end_of_pages(plan)))
             if not blocks:  # The engine has evicted blocks to allocate these.
                 self.fail_load(state.id, tables)
                 return
@@ -380,7 +394,10 @@ class Scheduler:
                 assert state.origin is not None
                 self._backfill.add(request, state.salts, state.origin, follows=state.follows)
             self._forget(state)
-        if state.role is Role.BLEND and request.num_computed_tokens:
+        if not state.scheduled:  # The engine does not cache the blocks of a blend before it computes the next token.
+            self._own_blends.forget(state.id, state.salt)
+        looked = state.role is Role.BLEND and not request.skip_reading_prefix_cache
+        if looked and request.num_computed_tokens:
             documents, unknown = [one for one in state.documents if one.learnable or one.known], set(state.unknown)
             stored = [one for one in documents if one.span not in unknown]
             self.counts["documents_known"] += len(stored)
@@ -449,7 +466,7 @@ class Scheduler:
         plan.cancel = self._saves.to_cancel(idle=idle, blocked=blocked)
         learn = self._saves.learn_next(idle=idle and plan.rested) if self._runs and not self.off else None
         plan.learn += [learn] if learn else []
-        blocked = blocked or (learn is None and self._could_learn(idle=idle))
+        blocked = blocked or (learn is None and self._could_learn(idle=idle and plan.rested))
         idle = idle and not self.engine.learning.under_way
         plan.cancel += self._backfill.to_cancel(idle=idle, blocked=blocked)
         if idle and plan.rested and not self.off and (backfill := self._backfill.next_job()) is not None:
@@ -460,7 +477,7 @@ class Scheduler:
         self._end_exact_load(state)
         if not state.scheduled and not state.request.num_preemptions:  # vLLM alone would have these tokens.
             self._balances.followed(state.salt, max(0, state.shared_with_blend - state.request.num_computed_tokens))
-        state.scheduled = True
+        state.scheduled, state.awaits_blocks = True, False
         self._claims.release(state)  # The engine did not use this claim.
         self._note_answer(state)
         if state.begun is None and not state.request.num_preemptions:
@@ -471,7 +488,7 @@ class Scheduler:
     @property
     def _waits_for_blocks(self) -> bool:
         """Whether a request waits for blocks of the engine."""
-        return any(state.claim is not None and not state.scheduled for state in self._states.values())
+        return any(state.awaits_blocks for state in self._states.values())
 
     def _could_learn(self, *, idle: bool) -> bool:
         """Return whether a document would be learned in this step if enough blocks were free."""
@@ -480,7 +497,7 @@ class Scheduler:
 
     def take_plan(self) -> StepPlan:
         """Return the plan for the workers, as far as it is known. Workers can use it after an error in `plan`."""
-        plan, self._next, self._waiting_blocks = self._next, StepPlan(), 0
+        plan, self._next, self._waiting_blocks, self._a_blend_waits = self._next, StepPlan(), 0, False
         plan.slab = self._introduced
         return plan
 
@@ -876,13 +893,17 @@ class Scheduler:
                     self._revise(state, blend, cached, continues=True)
                     state.question = max(state.question, self._last_question(state, blend))
                 else:
-                    state.salts, state.approximate = blend.salts, blend.first
+                    self._continue_unchanged(state, blend)
                 return True
             set_salts(request, (), replacing=blend.salts)
         if self._asks_about_same_documents(state, exact, documents):
             return True
         state.searched = self._own_blends.changes
         return False
+
+    def _continue_unchanged(self, state: RequestState, blend: OwnBlend) -> None:
+        """Serve a request from the blocks of an earlier blend, whose salts its hashes have."""
+        state.continues, state.salts, state.approximate = blend, blend.salts, blend.first
 
     def _asks_about_same_documents(self, state: RequestState, exact: int, documents: Sequence[Span] | None) -> bool:
         """Revise an earlier blend for a new prompt that begins with the same documents and asks something else.
@@ -944,9 +965,10 @@ class Scheduler:
 
     def _can_revise(self, state: RequestState, revision: Revision, local: int) -> bool:
         """Return whether the engine still has the blocks to copy, and enough free blocks for the copies."""
-        blocks = self._groups.cached_blocks(revision.blocks_after(local))
-        unused = [block.ref_cnt for block in blocks].count(0)
-        need = self._groups.kept(state.request.num_tokens) - local // self._block_size
+        blocks, known = self._groups.cached_blocks(revision.blocks_after(local)), local // self._block_size
+        prefix = self._groups.cached_blocks(state.request.block_hashes[:known])  # The engine takes them, too.
+        unused = [block.ref_cnt for block in (*prefix, *blocks)].count(0)
+        need = self._groups.kept(state.request.num_tokens) - known
         return bool(blocks) and need + unused <= int(self._pool.get_num_free_blocks())
 
     def _revise_nothing(self, state: RequestState, revision: Revision) -> None:
@@ -959,7 +981,7 @@ class Scheduler:
         state.revision = None
         if revision.continues:
             set_salts(state.request, revision.blend.salts)
-            state.salts, state.approximate = revision.blend.salts, revision.blend.first
+            self._continue_unchanged(state, revision.blend)
             return
         state.searched = self._own_blends.changes
         if self._repeats_blend(state) and self._weighs_blends:
@@ -970,12 +992,16 @@ class Scheduler:
         """Salt the hashes of a blended request, and record the blend for requests that continue it."""
         reused, request, policy = plan.approximate, state.request, state.policy
         assert policy is not None
-        first = reused[0].at
+        # Text between and after the documents of an earlier blend is not recomputed, and not exact either.
+        first = min(piece.at for piece in (reused[0], *own_pieces(plan)))
         state.approximate = first if state.approximate is None else min(first, state.approximate)
         # Blocks of an earlier blend that the engine still has keep their salts; later blocks are blended again.
         kept = tuple(one for one in state.salts if one[0] * self._block_size < plan.match.local)
         salts = (*kept, (first // self._block_size, salt_of(request.prompt_token_ids, reused, policy)))
         set_salts(request, salts, replacing=state.salts)
+        earlier = state.continues.pieces if state.continues is not None and kept else ()
+        pieces = [replace(one, tokens=min(one.tokens, first - one.at)) for one in earlier if one.at < first]
+        pieces += [Placement(at=piece.at, tokens=piece.tokens, first=piece.first) for piece in reused]
         state.salts, state.origin = salts, state.origin or salts[0]
         self._own_blends.add(
             request=state.id,
@@ -983,7 +1009,7 @@ class Scheduler:
             prompt=request.prompt_token_ids,
             hashes=state.exact_hashes,
             end=self._end_of_question(state) if policy.strategy in NEEDS_QUESTION else reused[-1].stop,
-            reused=reused,
+            pieces=pieces,
             policy=policy,
             salts=salts,
             origin=state.origin,
