@@ -4,8 +4,12 @@ Each chunk has one load, even if several requests need it. The records of a batc
 all records before the second parts of any. So a request can start with layer 0. The threads report every step to the
 store's state, which decides what follows.
 
-In a cache server several clients load at once. Each client has at most a share of the threads, and their batches take
-turns. So a client with many loads delays another client by at most one batch.
+Each tier has its own threads, so that a tier that hangs delays no other. In a cache server several clients load at
+once. Each client has at most a share of a tier's threads, and their batches take turns. So a client with many loads
+delays another client by at most one batch.
+
+A disk or a mount that hangs raises no error, and has no deadline. A tier with an operation that has not returned for
+`STALLED_SECONDS` is stalled: its chunks are misses until the operation returns.
 """
 
 import resource
@@ -27,6 +31,7 @@ from lmc.storage.tiers.tier_guard import T, TierGuard, logged
 OPEN_FILES_SHARE = 4  # All loads together open at most a fourth of the files that a process may have open.
 MOST_IN_TURN = 128  # the maximum number of records in one job, if several clients may load
 READ_AHEAD_BYTES = 1 << 20  # Smaller parts are read in groups of this size, because each read has a fixed cost.
+STALLED_SECONDS = 10.0  # Reading a megabyte takes much less; tiers on other hosts have shorter deadlines of their own.
 
 
 class Job(NamedTuple):
@@ -36,37 +41,24 @@ class Job(NamedTuple):
     timing: LoadTiming
 
 
-class Loader:
-    """A pool of threads that load records."""
+class Turns:
+    """The threads that load from one tier, and the jobs that wait for them."""
 
-    def __init__(self, state: StoreState, guard: TierGuard, threads: int, clients: int = 1) -> None:
-        """Start a pool of `threads` × `clients` threads. Each client uses at most `threads` of them at a time."""
-        self.cost = CostModel()
-        self._state, self._guard, self._slab = state, guard, state.host.slab
-        self._threads, self._all = max(1, threads), max(1, threads) * clients
-        self._pool = ThreadPoolExecutor(self._all, thread_name_prefix="lmc-load")
+    def __init__(self, tier: str, threads: int, clients: int, work: Callable[[Job], None]) -> None:
+        """Create `threads` × `clients` threads for `work`. Each client uses at most `threads` of them at a time."""
+        self._threads, self._work = threads, work
+        self._pool = ThreadPoolExecutor(threads * clients, thread_name_prefix=f"lmc-load-{tier}")
         self._mutex = threading.Lock()
         self._waiting: OrderedDict[object, deque[Job]] = OrderedDict()  # by client; the next client in turn is first
         self._busy: Counter[object] = Counter()  # the number of busy threads, by client
+        self.close = self._pool.shutdown  # waits for the jobs that are queued or in flight
 
-    def run(self, loads: Sequence[Load], client: object = None) -> None:
-        """Divide a client's batch of loads among its threads."""
-        if not loads:
-            return
-        shares = [loads[share :: self._threads] for share in range(min(self._threads, len(loads)))]
-        most = len(loads) if self._all == self._threads else MOST_IN_TURN
-        parts = [share[first : first + most] for share in shares for first in range(0, len(share), most)]
-        timing = LoadTiming(self.cost, len(parts))
+    def add(self, client: object, jobs: Sequence[Job]) -> None:
+        """Queue a client's jobs."""
         with self._mutex:
-            self._waiting.setdefault(client, deque()).extend(Job(part, timing) for part in parts)
-        for _ in shares:
+            self._waiting.setdefault(client, deque()).extend(jobs)
+        for _ in jobs[: self._threads]:
             self._pool.submit(self._take_turns)
-
-    def close(self) -> None:
-        """Wait for the loads that are queued or in flight, and stop the threads."""
-        self._pool.shutdown()
-
-    # -- in the threads ----------------------------------------------------------------------------------------------
 
     def _take_turns(self) -> None:
         """Run jobs in turn, until none is left except those of clients that use all their threads."""
@@ -74,7 +66,7 @@ class Loader:
             client, job = turn
             try:
                 with suppress(Exception):  # The error has been logged, and other jobs wait for this thread.
-                    self._work(job.loads, job.timing)
+                    self._work(job)
             finally:
                 with self._mutex:
                     self._busy[client] -= 1
@@ -93,8 +85,48 @@ class Loader:
                     return client, job
         return None
 
-    def _work(self, loads: Sequence[Load], timing: LoadTiming) -> None:
-        spent, at_once = timing.begin(), max(1, _open_files() // OPEN_FILES_SHARE // self._all)
+
+class Loader:
+    """The threads that load records from the tiers of a store."""
+
+    def __init__(
+        self, state: StoreState, tiers: Sequence[Tier], guard: TierGuard, threads: int, clients: int = 1
+    ) -> None:
+        """Create `threads` × `clients` threads for each tier. Each client uses at most `threads` of them at a time."""
+        self.cost = CostModel()
+        self._state, self._guard, self._slab = state, guard, state.host.slab
+        self._threads, self._clients = max(1, threads), clients
+        self._turns = {tier.name: Turns(tier.name, self._threads, clients, self._work) for tier in tiers}
+        self._began: dict[tuple[str, int], float] = {}  # start of the operation in flight, by tier and thread
+
+    def run(self, loads: Sequence[Load], client: object = None) -> None:
+        """Divide a client's batch of loads among its threads."""
+        jobs = {name: self._divided([load for load in loads if load.tier.name == name]) for name in _tiers_of(loads)}
+        timing = LoadTiming(self.cost, sum(map(len, jobs.values())))
+        for name, parts in jobs.items():
+            self._turns[name].add(client, [Job(part, timing) for part in parts])
+
+    def stalled(self, tier: Tier) -> bool:
+        """Return whether an operation of a tier has not returned for a long time."""
+        due = self.cost.clock() - STALLED_SECONDS
+        return any(began < due for (name, _), began in list(self._began.items()) if name == tier.name)
+
+    def close(self) -> None:
+        """Wait for the loads that are queued or in flight, and stop the threads."""
+        for turns in self._turns.values():
+            turns.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _divided(self, loads: Sequence[Load]) -> list[Sequence[Load]]:
+        """Return the parts of a batch of loads from one tier, of which each thread loads one at a time."""
+        shares = [loads[share :: self._threads] for share in range(min(self._threads, len(loads)))]
+        most = len(loads) if self._clients == 1 else MOST_IN_TURN
+        return [share[first : first + most] for share in shares for first in range(0, len(share), most)]
+
+    def _work(self, job: Job) -> None:
+        loads, spent = job.loads, job.timing.begin()
+        at_once = max(1, _open_files() // OPEN_FILES_SHARE // (self._threads * self._clients * len(self._turns)))
         try:
             for first in range(0, len(loads), at_once):
                 together = loads[first : first + at_once]
@@ -102,7 +134,7 @@ class Loader:
         finally:
             for load in loads:
                 self._state.ended(load, None)  # This changes nothing for loads that have ended.
-            timing.end(spent)
+            job.timing.end(spent)
 
     def _load_together(self, loads: Sequence[Load], spent: Spent) -> None:
         readers: dict[Load, RecordReader] = {}
@@ -122,6 +154,8 @@ class Loader:
         finally:
             for load, reader in readers.items():
                 self._guard(load.tier, "read", reader.close)
+            if len(readers) < len(loads):  # What was fetched ahead for records that were not opened is dropped.
+                self._guard(loads[0].tier, "read", loads[0].tier.announce, ())
 
     def _with_memory(self, loads: Sequence[Load]) -> list[Load]:
         """Allocate the memory of unbacked slots. Returns the loads whose slots have memory; the others have failed."""
@@ -132,11 +166,10 @@ class Loader:
         return [load for load in loads if load.slot not in lacking]
 
     def _announce(self, loads: Sequence[Load], spent: Spent) -> None:
-        """Announce to each tier the records that will be opened, and the memory for their first parts."""
-        slab, (_, count) = self._slab, self._ranges()[0]
-        for tier in {load.tier.name: load.tier for load in loads}.values():
-            ours = [load for load in loads if load.tier is tier]
-            keys, into = [load.key for load in ours], [slab.memory(load.slot, 0, count, slab.stride) for load in ours]
+        """Announce to the tier the records that will be opened, and the memory for their first parts."""
+        if loads:
+            tier, slab, (_, count) = loads[0].tier, self._slab, self._ranges()[0]
+            keys, into = [load.key for load in loads], [slab.memory(load.slot, 0, count, slab.stride) for load in loads]
             self._timed(tier, "opening", spent, tier.announce, keys, into)
 
     def _open(self, load: Load) -> RecordReader | None:
@@ -176,16 +209,23 @@ class Loader:
                 self._state.ended(load, None)
 
     def _timed(self, tier: Tier, what: str, spent: Spent, work: Callable[..., T], *arguments: object) -> T | None:
-        started = self.cost.clock()
+        started, here = self.cost.clock(), (tier.name, threading.get_ident())
+        self._began[here] = started
         try:
             return self._guard(tier, "read", work, *arguments)
         finally:
+            del self._began[here]
             spent[tier.name, what] += self.cost.clock() - started
 
     def _ranges(self) -> list[tuple[int, int]]:
         """Return the ranges of parts that are read together: the first part and the count of each."""
         parts, step = self._slab.parts, max(1, READ_AHEAD_BYTES // self._slab.stride)
         return [(first, min(step, parts - first)) for first in range(0, parts, step)]
+
+
+def _tiers_of(loads: Sequence[Load]) -> list[str]:
+    """Return the names of the tiers from which records are loaded."""
+    return list(dict.fromkeys(load.tier.name for load in loads))
 
 
 def _done(operation: Callable[..., None], *arguments: object) -> bool:

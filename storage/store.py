@@ -6,6 +6,7 @@ bytes, but not the meaning of a part.
 """
 
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -30,6 +31,7 @@ from lmc.storage.tiers.tier_guard import TierGuard
 from lmc.storage.writer import Writer
 
 SPREAD_SECONDS = 30.0  # the time limit to load one chunk, and again to write it to the tiers that lack it
+ANSWER_SECONDS = 1.0  # that `spread` waits for a slow tier to say what it has
 LOADING_CLIENTS = 2  # the number of a cache server's clients that can load at the same time with all their threads
 
 
@@ -63,7 +65,7 @@ class Store(ChunkStore):
             pools.insert(0, SlotPool("device", device, *common, pins_yield=True))
         self._tiers, self._guard = list(tiers), TierGuard()
         self._state = StoreState(pools, self._tiers, pinned, backing)
-        self._loader = Loader(self._state, self._guard, load_threads, LOADING_CLIENTS if backing else 1)
+        self._loader = Loader(self._state, self._tiers, self._guard, load_threads, LOADING_CLIENTS if backing else 1)
         self._writer = Writer(self._state, self._tiers, self._guard)
         self.cost, self.slab, self.slots = self._loader.cost, host, host.slots
         self.shared_places = frozenset(tier.name for tier in tiers if tier.shared)
@@ -80,10 +82,19 @@ class Store(ChunkStore):
             missing = [i for i, place in enumerate(found) if place is None]
             if not missing:
                 break
+            if self._stalled(tier):
+                continue
             there = self._guard(tier, "lookup", tier.contains, [keys[i] for i in missing])
             for i, present in zip(missing, there or (), strict=False):  # no answers if the tier failed
-                found[i] = tier.name if present else None
+                found[i] = tier.name if present and not self._writer.will_delete(tier, keys[i]) else None
         return found
+
+    def _stalled(self, tier: Tier) -> bool:
+        """Return whether a tier hangs, and log that."""
+        stalled = self._loader.stalled(tier)
+        if stalled:
+            self._guard.complain(tier.name, f"tier {tier.name} does not respond; its chunks are misses until it does")
+        return stalled
 
     def unanswered(self, keys: Sequence[ChunkKey]) -> bool:
         """Return whether a slow tier has yet to answer whether it has some of these chunks."""
@@ -220,7 +231,7 @@ class Store(ChunkStore):
         lacking: dict[ChunkKey, list[Tier]] = {key: [] for key in keys}
         answered = True
         for tier in self._tiers if keys else ():
-            there = self._guard(tier, "lookup", tier.contains, keys) if tier.usable else None
+            there = self._answers(tier, keys) if tier.usable and not self._stalled(tier) else None
             answered = answered and there is not None
             for key, present in zip(keys, there or (), strict=False):
                 lacking[key] += () if present else [tier]
@@ -232,6 +243,17 @@ class Store(ChunkStore):
                 if pin is not None:
                     self._write_again(pin, tiers, patience)
         return nowhere
+
+    def _answers(self, tier: Tier, keys: Sequence[ChunkKey]) -> list[bool] | None:
+        """Return for each key whether a tier has it; None if the tier fails, or does not answer within a second."""
+        due = time.monotonic() + ANSWER_SECONDS
+        there = self._guard(tier, "lookup", tier.contains, keys)
+        while there is not None and self._guard(tier, "lookup", tier.unanswered, keys):
+            if time.monotonic() > due:
+                return None
+            time.sleep(ANSWER_SECONDS / 100)
+            there = self._guard(tier, "lookup", tier.contains, keys)
+        return there
 
     def _write_again(self, pin: Pin, tiers: Sequence[Tier], patience: float) -> None:
         """Write a pinned chunk to tiers, and release the pin. Raises `TimeoutError` after `patience` seconds."""
@@ -323,7 +345,7 @@ class Store(ChunkStore):
             seconds=dict(self._guard.seconds),
             failed=dict(self._guard.failed),
             corrupt=dict(self._guard.corrupt),
-            usable={tier.name: tier.usable for tier in self._tiers},
+            usable={tier.name: tier.usable and not self._loader.stalled(tier) for tier in self._tiers},
             present={place: (held.chunks, held.tokens) for place, held in self.changes.counts().items()},
         )
 

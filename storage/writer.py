@@ -5,10 +5,17 @@
 
 The threads report every step to the store's state, which decides where each chunk goes. A slot is held until the write
 to its last tier has ended.
+
+A record that cannot be deleted, because its tier does not respond, is deleted when the tier responds again. Until then
+lookups do not find it.
 """
 
+import logging
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import chain
 
 from lmc.keys import ChunkKey
@@ -19,12 +26,16 @@ from lmc.storage.tiers.record import RecordMeta
 from lmc.storage.tiers.tier import Tier, Written
 from lmc.storage.tiers.tier_guard import T, TierGuard, logged
 
+log = logging.getLogger(__name__)
+
 # The number of threads that write to a tier which only this process uses. With two threads, one computes checksums
 # while the other writes. Measured on a disk (2 cores, direct I/O), two threads instead of one:
 #     records of 1 MiB: 1.7 to 2.6 GiB/s instead of 1.4; of 8 MiB: 2.2 instead of 1.8; of 32 MiB: 2.2 instead of 2.1
 # A Redis server on the same machine gains nothing: 0.8 to 1.3 GiB/s instead of 1.0, 1.30 instead of 1.35, 1.43 instead
 # of 1.38.
 WRITERS = 2
+RETRY_SECONDS = 1.0  # interval between two attempts to delete records from a tier that did not respond
+MAX_UNDELETED = 1 << 16  # records of a tier that wait to be deleted
 
 
 class Writer:
@@ -35,6 +46,9 @@ class Writer:
         self._copies = _thread("lmc-copy")
         writers = {tier.name: range(1 if tier.shared else WRITERS) for tier in tiers}
         self._queues = {name: [_thread(f"lmc-{name}-{i}") for i in numbers] for name, numbers in writers.items()}
+        self._undeleted: dict[str, OrderedDict[ChunkKey, None]] = {tier.name: OrderedDict() for tier in tiers}
+        self._mutex, self._closed = threading.Lock(), threading.Event()  # The mutex guards `_undeleted`.
+        self._retrying: threading.Thread | None = None
 
     def do(self, todo: Todo) -> None:
         """Start the copies and writes of `todo`."""
@@ -44,10 +58,14 @@ class Writer:
             self._send(outgoing, self._bytes_of(HeldChunk(outgoing.meta, self._state.host, outgoing.slot)))
         self._complain()
 
-    def delete(self, key: ChunkKey, *, shared: bool) -> "list[Future[bool | None]]":
+    def delete(self, key: ChunkKey, *, shared: bool) -> "list[Future[None]]":
         """Delete a record from the tiers, after its queued writes. The record must have left all slots before."""
         tiers = [tier for tier in self._tiers if shared or not tier.shared]
-        return [self._submit(tier, key, logged, self._guard, tier, "write", tier.delete, key) for tier in tiers]
+        return [self._submit(tier, key, self._delete, tier, key) for tier in tiers]
+
+    def will_delete(self, tier: Tier, key: ChunkKey) -> bool:
+        """Return whether a record will be deleted from a tier when the tier responds."""
+        return key in self._undeleted[tier.name]
 
     def write_again(self, pin: Pin, tiers: Sequence[Tier]) -> "list[Future[None]]":
         """Write a pinned chunk to tiers that have lost it. The caller keeps it pinned until the writes have ended."""
@@ -70,6 +88,13 @@ class Writer:
                     writes.append(self._submit(tier, key, self._write_last, tier, resident[key]))
         for write in writes:
             write.result()
+        self._closed.set()
+        if self._retrying is not None:
+            self._retrying.join()
+        self._delete_again()
+        for tier in self._tiers:
+            if count := len(self._undeleted[tier.name]):
+                log.warning("%d records could not be deleted from tier %s: remove them again later", count, tier.name)
         for thread in chain(*self._queues.values()):
             thread.shutdown()
 
@@ -79,6 +104,41 @@ class Writer:
         """Run a job after all earlier jobs for `key` in this tier."""
         queues = self._queues[tier.name]
         return queues[key[-1] % len(queues)].submit(job, *arguments)
+
+    def _delete(self, tier: Tier, key: ChunkKey) -> None:
+        if tier.usable and logged(self._guard, tier, "write", tier.delete, key) is not None:
+            self._is_deleted(tier, key)
+            return
+        with self._mutex:
+            waiting = self._undeleted[tier.name]
+            waiting[key] = None
+            if len(waiting) > MAX_UNDELETED:
+                waiting.popitem(last=False)
+            starts = self._retrying is None and not self._closed.is_set()
+            if starts:
+                self._retrying = threading.Thread(target=self._retry, name="lmc-delete", daemon=True)
+                self._retrying.start()
+        self._guard.complain(tier.name, f"tier {tier.name} did not delete a record; it will be tried again")
+
+    def _is_deleted(self, tier: Tier, key: ChunkKey) -> None:
+        with self._mutex:
+            self._undeleted[tier.name].pop(key, None)
+
+    def _retry(self) -> None:
+        """Delete what tiers did not delete, until nothing is left or the writer is closed."""
+        while not self._closed.wait(RETRY_SECONDS):
+            with suppress(Exception):  # The error has been logged.
+                self._delete_again()
+            with self._mutex:
+                if not any(self._undeleted.values()):
+                    self._retrying = None
+                    return
+
+    def _delete_again(self) -> None:
+        for tier in self._tiers:
+            keys = list(self._undeleted[tier.name]) if tier.usable else []
+            for deletion in [self._submit(tier, key, self._delete, tier, key) for key in keys]:
+                deletion.result()
 
     def _send(self, outgoing: Outgoing, parts: Sequence[memoryview]) -> None:
         for tier in outgoing.tiers:
@@ -105,6 +165,7 @@ class Writer:
 
     def _write(self, tier: Tier, meta: RecordMeta, parts: Sequence[memoryview], outgoing: Outgoing | None) -> None:
         outcome: Written | None = None
+        self._is_deleted(tier, meta.key)  # The chunk has been stored again since.
         try:
             if tier.usable:
                 outcome = logged(self._guard, tier, "write", tier.write, meta, parts)

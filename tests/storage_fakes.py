@@ -234,6 +234,9 @@ class DictTier:
                     if self.changes and meta.key in self.records:
                         self.changes.appeared(self.name, meta)
 
+    def unanswered(self, keys: Sequence[ChunkKey]) -> bool:
+        return False
+
     def note_use(self, keys: Sequence[ChunkKey]) -> None:
         pass
 

@@ -507,13 +507,29 @@ class TestLMCache:
         [
             ("s3://bucket/some/prefix?endpoint=http://minio:9000", "S3 bucket bucket/some/prefix"),
             ("gs://bucket", "Google Cloud Storage bucket bucket"),
-            ("az://account/container/kv", "Azure container account/container/kv"),
+            ("az://container/kv", "Azure container container/kv"),
+            ("abfss://container@account.dfs.core.windows.net/kv", "Azure container container/kv"),
             ("file:///mnt/kv", "shared directory /mnt/kv"),
             ("fs://localhost:0/mnt/kv", "shared directory /mnt/kv"),
         ],
     )
     def test_object_stores_and_shared_directories_are_remote_tiers(self, url: str, shown: str) -> None:
         assert str(parse_remote_url(str(Settings(remote_url=url).remote_url))) == shown
+
+    @pytest.mark.parametrize(
+        "url",
+        ["redis://user:1234#secret@cache.example:6379", "file:///data/kv#1", "s3://bucket/pre#fix", "mooncake://m#1"],
+    )
+    def test_a_number_sign_in_a_url_is_refused(self, url: str) -> None:
+        """What follows it was dropped: of a password, of a directory, of a prefix."""
+        said = refusal({"remote_url": url})
+        assert "a # in the URL of a remote tier is written as %23" in said
+        assert "secret" not in said
+
+    def test_the_account_of_an_azure_url_is_no_login(self) -> None:
+        url = parse_remote_url("abfss://container@account.dfs.core.windows.net/kv")
+        assert (url.bucket, url.path, dict(url.options)) == ("container", "kv", {"account_name": "account"})
+        assert "credentials do not belong" in refusal({"remote_url": "az://name:password@container/kv"})
 
     def test_chats_are_built_with_the_separator_that_is_the_default(self) -> None:
         assert Settings().blend_special_str == SEPARATOR

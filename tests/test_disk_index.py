@@ -430,6 +430,36 @@ def test_an_index_that_another_process_locks_stays_as_it_is(tmp_path, monkeypatc
     assert "built anew" not in caplog.text
 
 
+def test_an_index_that_could_not_be_used_is_not_trusted_at_the_next_start(tmp_path, monkeypatch):
+    """It still said that it was complete, and lacked what the process without it had written."""
+    filled(tmp_path, KEYS[:6]).close()
+    monkeypatch.setattr(index, "PATIENCE_SECONDS", 0.01)
+    with closing(sqlite3.connect(tmp_path / index.FILE, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        tier = DiskTier(tmp_path, ROOM)
+        other.execute("ROLLBACK")
+    for key in KEYS[6:]:
+        write(tier, key)
+    tier.delete(KEYS[0])
+    tier.close()
+    with closing(DiskTier(tmp_path, ROOM)) as tier:
+        assert {meta.key for meta, _ in tier.headers()} == {*KEYS[1:]}
+
+
+def test_an_index_that_is_closed_while_it_is_built_anew_is_not_trusted(tmp_path, monkeypatch):
+    with closing(filled(tmp_path)):
+        pass
+    tier = settled(DiskTier(tmp_path, ROOM))
+    monkeypatch.setattr(DiskTier, "_compare", lambda *_, **__: None)  # as if the tier were closed meanwhile
+    with monkeypatch.context() as patch:
+        patch.setattr(index.DiskIndex, "_fetch", raising(index.IndexLost(OSError("damaged"), tmp_path, 0)))
+        list(tier.headers())
+    tier.close()
+    monkeypatch.undo()
+    with closing(DiskTier(tmp_path, ROOM)) as tier:
+        assert {meta.key for meta, _ in tier.headers()} == {*KEYS}
+
+
 def test_without_a_place_for_the_database_the_tier_works(tmp_path, monkeypatch, caplog):
     (tmp_path / index.FILE).mkdir(parents=True)
     with caplog.at_level(logging.WARNING), closing(filled(tmp_path)) as tier:

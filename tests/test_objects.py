@@ -1,6 +1,7 @@
 """The object tier: the contract in memory, in a shared directory and in S3, and what can go wrong with a server."""
 
 import asyncio
+import os
 import sys
 import threading
 import time
@@ -288,6 +289,41 @@ def test_a_store_that_refuses_to_delete_is_read():
             tier.delete(K0)
         assert read(tier, K0) is not None
         assert tier.usable
+
+
+def test_an_object_that_may_not_be_read_costs_only_itself():
+    """Such as one in an archive: it closed the whole bucket, again and again."""
+    with closing(ObjectTier(Faulty(), "S3", deadline=30, lookup_seconds=30)) as tier:
+        for key in (K0, K1):
+            write(tier, key)
+        tier._store.fails["get_async"] = exceptions.PermissionDeniedError("InvalidObjectState")
+        with pytest.raises(PermissionError, match="refuses access"):
+            tier.open(K0)
+        assert tier.usable
+        assert tier.contains([K0, K1]) == [False, True]
+        tier._store.fails.clear()
+        assert read(tier, K1) is not None
+
+
+def test_a_record_that_cannot_be_deleted_now_is_no_missing_one():
+    with closing(ObjectTier(Faulty(), "S3", deadline=30, lookup_seconds=30)) as tier:
+        tier._breaker.open(OSError("away"))
+        with pytest.raises(OSError, match="a record stays"):
+            tier.delete(K0)
+
+
+def test_what_killed_writers_have_left_in_a_directory_is_found_and_removed(tmp_path):
+    with closing(ObjectTier(LocalStore(tmp_path), "shared directory", deadline=30, lookup_seconds=30)) as tier:
+        write(tier, K0)
+        (path,) = tmp_path.rglob(f"{K0.hex()}*")
+        left, written_now = (path.with_name(f"{path.name}#{number}") for number in (1, 2))
+        for one in (left, written_now):
+            one.write_bytes(b"half")
+        os.utime(left, (1, 1))
+        (finding,) = tier.check()
+        assert (finding.where, finding.problem, finding.fixed) == (str(left), "record that was never finished", False)
+        assert [finding.fixed for finding in tier.check(fix=True)] == [True]
+        assert {one.name for one in path.parent.iterdir()} == {path.name, written_now.name}
 
 
 def test_a_body_that_stalls_costs_one_record_its_deadline(proxy):

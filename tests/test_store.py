@@ -35,7 +35,7 @@ from tier_contract import LocalContract, read
 from tier_wrappers import Counted, Delayed, Faulty
 
 from lmc.errors import ChunkLost, CorruptRecord
-from lmc.storage import loader
+from lmc.storage import loader, writer
 from lmc.storage.contract import PinState
 from lmc.storage.memory.slab import LOST, Slab, tag_of
 from lmc.storage.store import Store
@@ -360,6 +360,106 @@ def test_a_tier_that_hangs_does_not_hold_up_the_other_and_each_has_its_share_of_
     assert set(hanging.inner.records) == {K0, K1, K2, K3, K4}
 
 
+class Hanging(Wrapped):
+    """A tier whose `open` does not return until the test lets it, as a disk that hangs."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.opens, self.opening = threading.Event(), threading.Event()
+
+    def open(self, key):
+        self.opening.set()
+        assert self.opens.wait(60)
+        return self.inner.open(key)
+
+
+def test_a_tier_that_hangs_in_a_read_delays_no_other_and_its_chunks_become_misses(make, tier, monkeypatch):
+    """Two requests took both threads. No later load of any tier began, and the tier counted as usable."""
+    hanging = Hanging(named("remote"))
+    for inner, keys in ((hanging.inner, (K0, K1, K2)), (tier, (K3, K4))):
+        for key in keys:
+            inner.write(meta_of(key), [stored(meta_of(key))])
+    store = make(hanging, tier, slots=8)
+    pins = store.pin([K0, K1, K2])
+    assert hanging.opening.wait(60)
+    assert get(store, K3) == expected(K3)
+    assert store.lookup([K0, K4]) == ["remote", "dict"]
+    monkeypatch.setattr(loader, "STALLED_SECONDS", -1.0)
+    assert store.lookup([K0, K4]) == [None, "dict"]
+    assert store.stats().usable == {"remote": False, "dict": True}
+    monkeypatch.undo()
+    hanging.opens.set()
+    store.release(pins)
+    assert get(store, K1) == expected(K1)
+
+
+def test_a_record_is_deleted_when_its_tier_is_usable_again(make, monkeypatch):
+    """It stayed, nobody said so, and the removed document was found again after the outage."""
+    monkeypatch.setattr(writer, "RETRY_SECONDS", 0.01)
+    away = Away(named("remote"))
+    store = make(away)
+    put(store, K0)
+    store.flush()
+    away.usable = False
+    store.forget(K0)
+    assert K0 in away.inner.records
+    assert store.lookup([K0]) == [None]
+    away.usable = True
+    eventually(lambda: K0 not in away.inner.records)
+    put(store, K0)
+    store.flush()
+    assert K0 in away.inner.records
+
+
+def test_a_chunk_that_is_stored_again_is_not_deleted_later(make, monkeypatch):
+    monkeypatch.setattr(writer, "RETRY_SECONDS", 3600.0)
+    away = Away(named("remote"))
+    store = make(away, slots=1)
+    put(store, K0)
+    store.flush()
+    away.usable = False
+    store.forget(K0)
+    away.usable = True
+    put(store, K0)
+    store.close()
+    assert K0 in away.inner.records
+
+
+def test_records_that_could_not_be_deleted_are_counted_when_the_store_is_closed(make, caplog):
+    away = Away(named("remote"))
+    store = make(away)
+    put(store, K0)
+    store.flush()
+    away.usable = False
+    store.forget(K0)
+    store.close()
+    assert "1 records could not be deleted from tier remote" in caplog.text
+
+
+class Slow(Wrapped):
+    """A tier that has answered about its keys only when it is asked for the third time."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.asked = 0
+
+    def contains(self, keys):
+        self.asked += 1
+        return self.inner.contains(keys) if self.asked > 2 else [False] * len(keys)
+
+    def unanswered(self, keys):
+        return self.asked <= 2
+
+
+def test_spread_waits_for_the_answers_of_a_slow_tier(make, tier):
+    """No answer yet counted as absent: pinned documents were loaded and learned again."""
+    slow = Slow(named("remote"))
+    slow.inner.write(meta_of(K0), [stored(meta_of(K0))])
+    store = make(slow)
+    assert store.spread([K0]) == []
+    assert store.stats().bytes == {}
+
+
 def test_a_tier_that_is_not_usable_gets_nothing_until_it_is_again(make, tier):
     away = Away(named("remote"))
     store = make(away, tier, slots=1)
@@ -641,7 +741,9 @@ def test_a_tier_that_fails_at_everything_is_a_miss_and_is_complained_of_once(mak
         assert store.known_keys() == set()
         assert put(store, K1)
         store.close()
-    assert len(caplog.records) == 1
+    complaint, closing = (record.getMessage() for record in caplog.records)
+    assert complaint.startswith("tier broken: ")
+    assert closing == "1 records could not be deleted from tier broken: remove them again later"
     assert store.stats().failed["broken"] >= 6
 
 

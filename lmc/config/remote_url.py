@@ -24,6 +24,7 @@ STORES = {
     "fs": "shared directory",  # LMCache's name
 }
 SEVERAL = re.compile(r"\s+(?=[a-z][\w+.-]*://)", re.IGNORECASE)  # The white space between two URLs.
+NUMBER_SIGN = "a # in the URL of a remote tier is written as %23"
 SECRET = re.compile("key|secret|token|password|sas|credential", re.IGNORECASE)
 
 
@@ -76,6 +77,8 @@ def parse_remote_url(url: str) -> RemoteURL:
 
     Raises `ValueError` for an invalid URL. The message contains neither the URL nor a password.
     """
+    if "#" in url:  # A part after it is no part of an address, and would be dropped.
+        raise ValueError(NUMBER_SIGN)
     scheme, mark, _ = url.strip().partition("://")
     if mark and scheme.lower() in STORES:
         return _parse_object_url(url.strip(), scheme.lower())
@@ -86,7 +89,7 @@ def why_wrong(value: object) -> str:
     """Return why URLs of remote tiers are wrong; empty if only the URL of a Redis is."""
     urls = split_urls(value)
     for url in urls:
-        if url.partition("://")[0].lower() in (*STORES, *SCHEMES):
+        if url.partition("://")[0].lower() in (*STORES, *SCHEMES) or "#" in url:
             try:
                 parse_remote_url(url)
             except ValueError as error:
@@ -109,6 +112,9 @@ def _parse_object_url(url: str, scheme: str) -> ObjectURL:
     split = urlsplit(url)
     path, options = unquote(split.path), parse_qsl(split.query, keep_blank_values=True)
     login, _, bucket = split.netloc.rpartition("@")
+    if login and STORES[scheme] == STORES["az"] and ":" not in login:  # abfss://container@account.dfs.core.windows.net
+        options += [("account_name", bucket.partition(".")[0])]
+        login, bucket = "", login
     if any(SECRET.search(name) for name, _ in options) or (login and STORES[scheme] != STORES["s3"]):
         raise ValueError("credentials do not belong into the URL of an object store; they come from the environment")
     if STORES[scheme] == STORES["file"]:

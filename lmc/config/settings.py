@@ -117,7 +117,7 @@ class Settings(BaseModel):
         repr=False,
         description="redis://[user:password@]host[:port][/db], rediss:// for TLS, unix:///path[?db=0], "
         "redis-cluster://host:port,host:port or redis-sentinel://host:port,host:port/service[/db]; rediss-… with TLS; "
-        "mooncake://master:port; s3://bucket/prefix, gs://bucket/prefix, az://account/container/prefix, or "
+        "mooncake://master:port; s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, or "
         "file:///directory that hosts share, with credentials from the environment; or several of these, the nearest "
         "first",
     )

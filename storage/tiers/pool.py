@@ -76,7 +76,8 @@ class PoolTier(ABC):
     def discard(self, key: ChunkKey) -> None:
         """Remove a corrupt record, and count it."""
         self.corrupt += 1
-        self.delete(key)
+        with contextlib.suppress(OSError):  # It is found corrupt again.
+            self.delete(key)
 
     def check(self, fix: bool = False) -> list[Finding]:
         """Read and verify every record. With `fix`, remove corrupt records."""
@@ -124,9 +125,9 @@ class PoolTier(ABC):
         except FileNotFoundError:
             self._breaker.worked()
             raise
-        except TierUnusable as error:
-            self._breaker.open(error)
-            raise OSError(str(error)) from None
+        except TierUnusable as error:  # It may concern one record only, such as one that was moved to an archive.
+            self._breaker.failed(refusal := PermissionError(str(error)))
+            raise refusal from None
         except OSError as error:
             self._breaker.failed(error)
             raise

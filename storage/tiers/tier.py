@@ -89,7 +89,7 @@ class Tier(Protocol):
         """Store a record, and compute its checksums. The record becomes visible as a whole or not at all."""
 
     def delete(self, key: ChunkKey) -> bool:
-        """Delete a record. Returns false if it was missing."""
+        """Delete a record. Returns false if it was missing. Raises `OSError` if the tier does not respond."""
 
     def close(self) -> None:
         """Close the tier. No operation may follow."""

@@ -88,7 +88,8 @@ class DiskIndex:
         self._rows: dict[ChunkKey, _Row | None] = {}  # changes to commit; None for a record that was removed
         self._uses: dict[ChunkKey, int] = {}  # times of last uses to commit
         self._changed, self._ended = threading.Event(), threading.Event()
-        self._failed = self._damaged = self._closed = False
+        self._failed = self._closed = False
+        self._damaged = False  # The file is not right, and is removed by `close`.
         self.clears = 0  # number of calls of `clear`
         try:
             self._database = self._open(str(self._path))
@@ -99,6 +100,7 @@ class DiskIndex:
             if _may_pass(error):
                 log.warning("the index %s cannot be used now (%s): all records are read", self._path, error)
                 self._database, self.complete = self._open(IN_MEMORY), False
+                self._damaged = True  # It will lack what happens from now on.
             else:
                 log.warning("the index %s cannot be used (%s): it is built anew", self._path, error)
                 self._database, self.complete = self._open_anew(), False
@@ -209,7 +211,8 @@ class DiskIndex:
             with suppress(sqlite3.Error):
                 self._database.close()
             if self._damaged:
-                self._remove()
+                with suppress(OSError):
+                    self._remove()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

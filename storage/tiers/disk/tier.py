@@ -161,6 +161,7 @@ class DiskTier:
         with self._building:
             if error.clears == rows.clears and not self._closed.is_set():
                 log.warning("%s: it is built anew from the records", error)
+                self._loaded = False  # until all records were read again
                 rows.clear()
                 self._compare(rows)
 

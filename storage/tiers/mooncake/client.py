@@ -9,6 +9,7 @@ whose bytes are copied, and never a slot of the slab. Codes are those of Mooncak
 """
 
 import ctypes
+import json
 import os
 import re
 import socket
@@ -48,9 +49,9 @@ QUARANTINE_SECONDS = 120.0  # after which a buffer that may be in use by a faile
 SETUP_SECONDS = 15.0  # for another process to set up a client, and again to register memory given to the store
 STOP_SECONDS = 2.0  # that calls in flight have to end before the client signs off
 TRIAL = """
-import os, sys
+import json, os, sys
 from mooncake.store import MooncakeDistributedStore
-host, metadata, *network = sys.argv[1:]
+host, metadata, *network = json.load(sys.stdin)
 code = MooncakeDistributedStore().setup(host, metadata, 0, 0, *network)
 sys.stderr.write(f"error {code}")
 sys.stderr.flush()
@@ -263,9 +264,10 @@ class MooncakeClient:
         url, store = self._url, MooncakeDistributedStore()
         host = url.local_hostname or _address_towards(url)
         network = url.protocol, url.device_name, url.master_address
-        tried = [sys.executable, "-c", TRIAL, host, url.metadata_server, *network]
+        trial = [sys.executable, "-c", TRIAL]
+        given = json.dumps([host, url.metadata_server, *network]).encode()  # All users of the host see arguments.
         try:
-            subprocess.run(tried, check=True, timeout=SETUP_SECONDS, capture_output=True)
+            subprocess.run(trial, input=given, check=True, timeout=SETUP_SECONDS, capture_output=True)
         except subprocess.CalledProcessError as error:
             raise OSError(f"{self.name}: a client cannot be set up{_last_error(error.stderr)}") from None
         except subprocess.TimeoutExpired as error:

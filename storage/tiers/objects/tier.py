@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from cachetools import TTLCache
@@ -35,7 +36,7 @@ from lmc.storage.tiers.objects.calls import MISSING, Calls
 from lmc.storage.tiers.objects.reader import ObjectReader, ObjectStream
 from lmc.storage.tiers.pool import CLOSING_SECONDS, PROMPTLY, SLOWEST_RATE, PoolTier
 from lmc.storage.tiers.record import SUFFIX, RecordMeta, checksums, encode_header, file_of, removed_if_corrupt
-from lmc.storage.tiers.tier import Entry, Written
+from lmc.storage.tiers.tier import Entry, Finding, Written
 
 KNOWN_KEYS = 1 << 16  # keys that are remembered as present, and as absent
 PRESENT_SECONDS, ABSENT_SECONDS = 600.0, 10.0  # for which the answer to a lookup is remembered
@@ -49,6 +50,8 @@ LISTED = 1000  # objects in one answer
 LIST_SECONDS = 30.0  # deadline for one answer
 PAUSE_SECONDS = 30.0  # Writing pauses for this time after a refusal.
 SAID_EVERY = 600.0  # seconds between two warnings about refused writes
+UNFINISHED = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX) + r"#\d+")  # a file that is being written to a directory
+UNFINISHED_SECONDS = 3600.0  # after which nobody writes it any more
 
 
 class _Announced(threading.local):
@@ -145,6 +148,9 @@ class ObjectTier(PoolTier):
         except FileNotFoundError:
             self._learn(key, present=False)
             return None
+        except PermissionError:  # Such as an object in an archive: lookups find it, but it cannot be read.
+            self._learn(key, present=False)
+            raise
 
     def write(self, meta: RecordMeta, parts: Sequence[memoryview]) -> Written:
         """Upload a record, if the store does not have it."""
@@ -177,7 +183,7 @@ class ObjectTier(PoolTier):
     def delete(self, key: ChunkKey) -> bool:
         """Delete a record. Returns false if it was missing."""
         if not self.usable:
-            return False
+            raise OSError(f"{self._title} does not respond: a record stays")
         there = bool(self._answer(self._calls.begin(self._exists(key))))
         if there:
             with contextlib.suppress(FileNotFoundError):
@@ -194,6 +200,16 @@ class ObjectTier(PoolTier):
                     key = ChunkKey(bytes.fromhex(match[1]))
                     found.append(Entry(key=key, bytes=one["size"], used=one["last_modified"].timestamp()))
         return iter(sorted(found, key=lambda entry: entry.used))
+
+    def check(self, fix: bool = False) -> list[Finding]:
+        """Read and verify every record, and find what killed writers have left in a directory. See `PoolTier.check`."""
+        findings = super().check(fix)
+        if isinstance(self._store, LocalStore):
+            for path in _unfinished(Path(str(self._store.prefix)) / self._folder):
+                findings.append(Finding(where=str(path), problem="record that was never finished", fixed=fix))
+                if fix:
+                    path.unlink(missing_ok=True)
+        return findings
 
     def close(self) -> None:
         """End all requests."""
@@ -292,6 +308,14 @@ class ObjectTier(PoolTier):
         except MISSING:
             return False
         return True
+
+
+def _unfinished(folder: Path) -> Iterator[Path]:
+    """Yield old files that the library has not renamed to the names of records, because their writers were killed."""
+    for path in folder.glob("*/*"):
+        with contextlib.suppress(FileNotFoundError):
+            if UNFINISHED.fullmatch(path.name) and path.stat().st_mtime < time.time() - UNFINISHED_SECONDS:
+                yield path
 
 
 def _close(stream: "Future[ObjectStream]") -> None:

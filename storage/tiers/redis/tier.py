@@ -121,7 +121,7 @@ class RedisTier:
         header, total = self._header(key), VALUES_LIMIT * LARGEST
         server = self._servers.of(header)
         if server is None:
-            return False
+            raise OSError(f"{self.name} does not respond: a record stays")
         with server.connection() as connection, contextlib.suppress(CorruptRecord, TooLong):
             (blob,) = connection.call_all([command("GET", header)])
             if blob is None:
@@ -136,7 +136,8 @@ class RedisTier:
     def discard(self, key: ChunkKey) -> None:
         """Remove a corrupt record, and count it."""
         self.corrupt += 1
-        self.delete(key)
+        with contextlib.suppress(OSError):  # It is found corrupt again.
+            self.delete(key)
 
     def entries(self) -> Iterator[Entry]:
         """Return the records on the servers that respond, least recently used first. Redis counts whole seconds."""
