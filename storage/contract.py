@@ -127,9 +127,10 @@ class ChunkStore(Protocol):
         """Return the places that have all of these chunks, without the tiers that other processes share."""
 
     def records(self) -> Iterator[StoredChunk]:
-        """Return the chunks in memory and in the tiers that are not shared: of each place, the last used one first.
+        """Return the chunks in memory and in the tiers that are not shared.
 
-        A chunk in several places is listed once. One that is used or moved meanwhile may come twice.
+        Of a tier, documents come first, and of each kind the most recently used chunk. A chunk in several places is
+        listed once. One that is used or moved meanwhile may come twice.
         """
 
     def known_keys(self) -> set[ChunkKey]:

@@ -109,7 +109,7 @@ class Loader:
     def stalled(self, tier: Tier) -> bool:
         """Return whether an operation of a tier has not returned for a long time."""
         due = self.cost.clock() - STALLED_SECONDS
-        return any(began < due for (name, _), began in list(self._began.items()) if name == tier.name)
+        return any(began < due for (name, _), began in self._began.copy().items() if name == tier.name)
 
     def close(self) -> None:
         """Wait for the loads that are queued or in flight, and stop the threads."""

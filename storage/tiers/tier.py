@@ -132,8 +132,8 @@ class LocalTier(ListedTier, Protocol):
     def headers(self) -> Iterator[tuple[RecordMeta, float]]:
         """Yield each readable record's header, without sizes and checksums of parts, and report the record afterwards.
 
-        With it comes the time of the last use, in seconds since 1970. The most recently used record is the first. A
-        record that is used meanwhile may be yielded again. This does not count as a use.
+        With it comes the time of the last use, in seconds since 1970. Documents come first, and of each kind the most
+        recently used record. One that is used meanwhile may be yielded again. This does not count as a use.
         """
 
     def faults(self) -> list[str]:

@@ -113,18 +113,21 @@ class DiskIndex:
             yield IndexedRecord(ChunkKey(key), size, KINDS.get(kind, RecordKind.PAGES))
 
     def headers(self) -> Iterator[tuple[RecordMeta, float]]:
-        """Yield the headers of all records without sizes and checksums of parts, most recently used first.
+        """Yield the headers of all records without sizes and checksums of parts.
 
-        With it comes the time of the last use, in seconds since 1970. One that is used meanwhile may be yielded again.
+        Documents come first, and of each kind the most recently used one. With a header comes the time of the last use,
+        in seconds since 1970. One that is used meanwhile may be yielded again.
         """
         query = (
             "SELECT used, bytes, kind, key, namespace, tokens, first, parts, part_bytes, codec, label, model, tenant "
             "FROM records CROSS JOIN headers USING (key)"
         )
-        began = time.time_ns()
-        down = self._by_use(query, (LATEST, 0, "", b""), down=True)
+        began, newest = time.time_ns(), (LATEST, 0, "", b"")
+        document = RecordKind.DOCUMENT.value
+        documents = self._by_use(query, newest, f"AND kind = '{document}'", down=True)
+        others = self._by_use(query, newest, f"AND kind != '{document}'", down=True)
         used_meanwhile = self._by_use(query, (began, 0, "", b""))  # They may have moved past the rows that are read.
-        for row in chain(down, used_meanwhile):
+        for row in chain(documents, others, used_meanwhile):
             used, _, kind, key, namespace, tokens, first, parts, part_bytes, codec, label, model, tenant = row
             meta = RecordMeta(
                 key=ChunkKey(key), kind=KINDS.get(kind, RecordKind.PAGES), namespace=namespace, tokens=tokens,
@@ -252,14 +255,18 @@ class DiskIndex:
             self._database.execute("UPDATE state SET complete = ?", (complete,))
             self._database.execute("PRAGMA synchronous = NORMAL")
 
-    def _by_use(self, query: str, start: tuple[Any, ...], *, down: bool = False) -> Iterator[tuple[Any, ...]]:
+    def _by_use(
+        self, query: str, start: tuple[Any, ...], condition: str = "", *, down: bool = False
+    ) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of a query after `start` in the order of `by_use`, whose columns come first, up or down.
+
+        A `condition` leaves out other rows.
 
         Each page is a query of its own: an open one keeps SQLite from emptying its write-ahead log, which then grows
         for as long as a caller takes to read all rows.
         """
         clears, after, order = self.clears, "<" if down else ">", "DESC" if down else "ASC"
-        query += f" WHERE (used, bytes, kind, key) {after} (?, ?, ?, ?)"
+        query += f" WHERE (used, bytes, kind, key) {after} (?, ?, ?, ?) {condition}"
         query += f" ORDER BY used {order}, bytes {order}, kind {order}, key {order} LIMIT {PAGE_ROWS}"
         while rows := self._fetch(clears, query, *start):
             yield from rows
