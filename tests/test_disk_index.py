@@ -83,7 +83,8 @@ def test_a_start_reads_no_record(tmp_path, monkeypatch):
                 expected.append(indexed(reader.meta))
     monkeypatch.setattr(disk, "DiskReader", refuse)
     with closing(DiskTier(tmp_path, ROOM)) as tier:
-        documents_first = sorted(expected[::-1], key=lambda meta: meta.kind is not RecordKind.DOCUMENT)
+        newest_first = expected[::-1]
+        documents_first = sorted(newest_first, key=lambda meta: meta.kind is not RecordKind.DOCUMENT)
         assert [meta for meta, _ in tier.headers()] == documents_first
         settled(tier)
         assert tier.contains(KEYS) == [True] * len(KEYS)
