@@ -457,7 +457,8 @@ def main() -> None:
         "seconds": options.seconds,
         "by_workload": by_workload,
     }
-    closing_line(line, "no_harm" if options.keep else None)
+    name = f"no_harm_{SMOLLM2}" if options.model == SMOLLM2 else "no_harm"
+    closing_line(line, name if options.keep else None)
 
 
 if __name__ == "__main__":
