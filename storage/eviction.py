@@ -13,7 +13,7 @@ has no share, so that no space is kept for a tenant that does not return.
 import heapq
 import itertools
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import lru_cache
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -102,13 +102,11 @@ class EvictionOrder(Generic[T]):
         if self._fair is not None and owner is not None:
             self._fair.count(owner, size)
 
-    def fill(self, entries: Iterable[tuple[T, EvictionClass, float]]) -> None:
-        """Add evictable entries without owners, least recently used first, with the class and the size of each."""
-        known, queues, taken, clock = self._entries, self._queues, self._taken, self._clock
-        for entry, eviction_class, size in entries:
-            known[entry] = Facts.of(eviction_class, size)
-            taken[eviction_class] += size
-            queues[eviction_class][entry] = next(clock)
+    def fill(self, entries: Sequence[T], facts: Facts) -> None:
+        """Add evictable entries without owners that have the same facts, least recently used first."""
+        self._entries.update(dict.fromkeys(entries, facts))
+        self._taken[facts.eviction_class] += facts.size * len(entries)
+        self._queues[facts.eviction_class].update(zip(entries, self._clock, strict=False))
 
     def remove(self, entry: T) -> None:
         """Remove an entry, in use or evictable."""

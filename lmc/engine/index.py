@@ -40,7 +40,7 @@ class CacheIndex:
     """The blocks of stored chunks of pages, and the lengths of stored ends."""
 
     def __init__(self) -> None:
-        self._blocks: OrderedDict[bytes, tuple[ChunkKey, int]] = OrderedDict()  # short hash -> chunk, block number
+        self._blocks: OrderedDict[bytes, ChunkKey] = OrderedDict()  # by the short hash and the number in the chunk
         self._ends: OrderedDict[ChunkKey, set[int]] = OrderedDict()  # chunk -> lengths of the ends after it
         self._mutex = threading.Lock()  # held while chunks are remembered; lookups need no lock
 
@@ -48,8 +48,8 @@ class CacheIndex:
         """Remember the blocks of a chunk of pages."""
         with self._mutex:
             for place, block in enumerate(hashes):
-                self._blocks[block[:SHORT]] = (key, place)
-                self._blocks.move_to_end(block[:SHORT])
+                self._blocks[name := _named(block, place)] = key
+                self._blocks.move_to_end(name)
             while len(self._blocks) > REMEMBERED:
                 self._blocks.popitem(last=False)
 
@@ -70,10 +70,10 @@ class CacheIndex:
             raw = bytes.fromhex(label)
             with self._mutex:
                 for place, at in enumerate(range(0, len(raw), SHORT)):
-                    block = raw[at : at + SHORT]
-                    if block not in self._blocks:
-                        self._blocks[block] = (key, place)
-                        self._blocks.move_to_end(block, last=False)
+                    name = _named(raw[at : at + SHORT], place)
+                    if name not in self._blocks:
+                        self._blocks[name] = key
+                        self._blocks.move_to_end(name, last=False)
         elif kind is RecordKind.PREFIX and label and len(self._ends) < ENDS:
             parent = ChunkKey(bytes.fromhex(label))
             with self._mutex:
@@ -84,12 +84,16 @@ class CacheIndex:
 
     def holder(self, block: bytes, place: int) -> ChunkKey | None:
         """Return the chunk whose block number `place` is this block; None if no chunk has it there."""
-        key, found = self._blocks.get(block[:SHORT], (None, None))
-        return key if found == place else None
+        return self._blocks.get(_named(block, place))
 
     def ends(self, parent: ChunkKey) -> set[int]:
         """Return the lengths of the ends that are stored after a chunk."""
         return self._ends.get(parent, set())
+
+
+def _named(block: bytes, place: int) -> bytes:
+    """Return the name of a block that has number `place` in its chunk."""
+    return block[:SHORT] + place.to_bytes(2)
 
 
 class NewChunk(NamedTuple):

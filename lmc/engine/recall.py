@@ -16,7 +16,7 @@ from lmc.storage.contract import StoredChunk
 
 log = logging.getLogger(__name__)
 
-START_SECONDS = 1.0
+START_SECONDS = 0.2
 BATCH = 256  # chunks after which new documents can be found in prompts
 
 

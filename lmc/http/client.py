@@ -146,7 +146,8 @@ class HttpClient:
             if error.code in (400, 404, 422) and (reason := _reason(text)):
                 raise Refused(reason, error.code) from None
             denied = error.code in (401, 403) and self._key_name
-            hint = f"; set {self._key_name} to the server's key" if denied else f": {self._hint}"
+            said = f" ({reason})" if (reason := _reason(text)) else ""
+            hint = f"{said}; set {self._key_name} to the server's key" if denied else f"{said}: {self._hint}"
             if location := error.headers.get("location") if error.code in REDIRECTS else None:
                 hint = f": redirects are not followed; use the address {location} if you trust it"
             raise Unreachable(f"{self.url + path} answered {error.code} {error.reason}{hint}") from None

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from starlette.routing import Route
 from lmc.blend.markers import Markers
 from lmc.errors import InputError
 from lmc.http.server import Guard, Receive, Send
-from lmc.router.client import REQUEST_ID_HEADER, Client, Refusal, error_object, sent_back, sent_on
+from lmc.router.client import REQUEST_ID_HEADER, Client, Refusal, Stalled, error_object, sent_back, sent_on
 from lmc.router.cors import OriginHeaders, RawHeaders, is_preflight
 from lmc.router.cut import HOW
 from lmc.router.document_tokens import DocumentTokens
@@ -85,7 +86,8 @@ class Router:
             scope, send = _without_slash(scope), self._origins.added(scope, send)
             client = Client(scope, receive, send)
             try:
-                await self._serve(client, scope, receive, send)
+                with suppress(Stalled):
+                    await self._serve(client, scope, receive, send)
             except Refusal as refusal:
                 await client.refuse(refusal)
         elif self.settings.open_admin or self.settings.admin_token:
@@ -115,7 +117,7 @@ class Router:
 
     async def _preflight(self, client: Client) -> None:
         """Have an engine answer whether web pages of an origin may send a request. Raises `Refusal`."""
-        headers = sent_on(client.header_list, {})
+        headers = sent_on(client.header_list, {}, {"authorization"})  # By the Fetch standard, it has no login.
         answer = await self._short(client.method, client.target, headers)
         name = self.settings.name_of(answer.engine)
         await client.begin(answer.status, sent_back(answer.headers, headers[REQUEST_ID_HEADER], name, 0))

@@ -246,8 +246,10 @@ class Engines:
         """Return whether any engine serves a model, or may serve it."""
         return any(engine.serves(model) for engine in self._engines.values())
 
-    def candidates(self, model: str, without: Collection[str] = ()) -> list[Candidate]:
+    def candidates(self, model: str, without: Collection[str] = (), *, draining: bool = False) -> list[Candidate]:
         """Return the engines that may get a request for a model; an empty name stands for any model.
+
+        Engines that drain get no new work: they are returned only with `draining`.
 
         If none of them passed its last health check, all of them are returned, because faulty checks are more likely.
         Likewise, engines that the last lookup missed are returned only if there are no others.
@@ -258,7 +260,7 @@ class Engines:
             engine
             for engine in self._engines.values()
             if engine.serves(model)
-            and not engine.draining
+            and (draining or not engine.draining)
             and engine.url not in without
             and engine.breaker.state(now) != "open"
         ]

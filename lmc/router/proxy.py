@@ -191,10 +191,9 @@ class Proxy:
                     self._note_failure(visit, error)
                     if error.silent:
                         raise Refusal(504, f"the engine timed out: {self._public_error(visit, error)}") from None
-                    if len(failed) >= self._settings.attempts:
-                        raise Refusal(
-                            502, f"all attempts failed; the last error: {self._public_error(visit, error)}"
-                        ) from None
+                    if len(failed) >= self._settings.attempts or not self._others(received, failed):
+                        said = f"all attempts failed; the last error: {self._public_error(visit, error)}"
+                        raise Refusal(error.status, said) from None
                     self._metrics.count(numbers.RETRIES, visit.engine.url)
                     continue
                 async with opened.answer:
@@ -266,11 +265,11 @@ class Proxy:
     def _visit(self, received: Received, failed: set[str]) -> Iterator[Visit]:
         """Choose an engine, and count the request there until the block ends."""
         request = received.request
-        candidates = self._engines.candidates(request.model, failed)
+        candidates = self._engines.candidates(request.model, failed, draining=bool(received.response))
         if received.response:
             candidates = self._at_home(received.response, candidates)
         if not candidates:
-            raise self._no_candidate(request.model, failed)
+            raise self._no_candidate(request.model)
         began = self._clock()
         choice = self._policy.choose(request, candidates)
         take_back = self._policy.sent(request, choice.engine)
@@ -287,6 +286,10 @@ class Proxy:
             yield visit
         finally:
             visit.ended()
+
+    def _others(self, received: Received, failed: set[str]) -> list[Candidate]:
+        """Return the engines to which a request can be sent after others have failed."""
+        return [] if received.response else self._engines.candidates(received.request.model, failed)
 
     def _at_home(self, response: str, candidates: list[Candidate]) -> list[Candidate]:
         """Return the engine that made a response. Raises `Refusal` if it is unknown or unavailable."""
@@ -312,9 +315,7 @@ class Proxy:
         assert self.session is not None
         return self.session
 
-    def _no_candidate(self, model: str, failed: set[str]) -> Refusal:
-        if failed:
-            return Refusal(502, "all engines of this model failed")
+    def _no_candidate(self, model: str) -> Refusal:
         if not len(self._engines):
             return Refusal(503, "the router has no engines: add one at /engines, or check --discovery")
         if not self._engines.knows(model):

@@ -28,7 +28,9 @@ TOKENS_FROM_FIELD = re.compile(rb'(?<!\\)"tokens_from":\s*(\{[^{}]{0,500}\})')
 class EngineFailed(Exception):
     """An engine did not answer, or its answer broke off."""
 
-    def __init__(self, engine: Engine, cause: object) -> None:
+    def __init__(self, engine: Engine, cause: object, status: int = 502) -> None:
+        """`status` is that of the answer to a client if no other engine can answer."""
+        self.status = status
         self.ended = has_ended(cause)
         # A silent engine may still be computing the request. Sending it to a second engine would compute it twice.
         self.silent = isinstance(cause, aiohttp.SocketTimeoutError)
@@ -67,7 +69,7 @@ class Visit:
                 answer = await session.request(method, url, data=body or None, headers=headers, allow_redirects=False)
                 on_failure.callback(answer.close)
                 if answer.status in RETRIED_STATUSES:
-                    raise EngineFailed(self.engine, f"{answer.status} {answer.reason}")
+                    raise EngineFailed(self.engine, f"{answer.status} {answer.reason}", answer.status)
                 first = await answer.content.readany()
             on_failure.pop_all()
         self.answered = True

@@ -60,14 +60,6 @@ class IndexLost(OSError):
         self.clears = clears
 
 
-class IndexedRecord(NamedTuple):
-    """A record in the index."""
-
-    key: ChunkKey
-    bytes: int
-    kind: RecordKind
-
-
 class _Row(NamedTuple):
     """A record that the database does not have yet."""
 
@@ -107,10 +99,13 @@ class DiskIndex:
         self._thread = threading.Thread(target=self._commit_regularly, name="lmc-disk-index", daemon=True)
         self._thread.start()
 
-    def records(self) -> Iterator[IndexedRecord]:
-        """Yield all records, least recently used first. One that is used meanwhile may be yielded again."""
+    def records(self) -> Iterator[tuple[ChunkKey, int, RecordKind]]:
+        """Yield the key, the size in bytes and the kind of all records, least recently used first.
+
+        A record that is used meanwhile may be yielded again.
+        """
         for _, size, kind, key in self._by_use("SELECT used, bytes, kind, key FROM records", (OLDEST, 0, "", b"")):
-            yield IndexedRecord(ChunkKey(key), size, KINDS.get(kind, RecordKind.PAGES))
+            yield key, size, KINDS.get(kind, RecordKind.PAGES)
 
     def headers(self) -> Iterator[tuple[RecordMeta, float]]:
         """Yield the headers of all records without sizes and checksums of parts.

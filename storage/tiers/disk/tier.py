@@ -6,7 +6,7 @@
     DIR/index.sqlite                   what the records are, and when they were last used (`index.py`)
 
 The files decide what is stored, and the index saves reading them at each start. It is compared with the directory in
-the background. If a process was killed or the index was lost, the start waits for that for a second.
+the background. If a process was killed or the index was lost, the start waits for that for half a second.
 
 A record is written to `tmp` and renamed, so that a killed process leaves no incomplete record under a final name. After
 a power failure, the checksums detect incomplete records. Files without a record's name are never read or removed.
@@ -24,13 +24,15 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from lmc.errors import CorruptRecord, TierUnusable
 from lmc.keys import ChunkKey, RecordKind
 from lmc.shapes import MIB
 from lmc.storage.change_log import ChangeLog
-from lmc.storage.eviction import EvictionClass, EvictionOrder
+from lmc.storage.eviction import EvictionClass, EvictionOrder, Facts
 from lmc.storage.locks import Rank, new_lock
 from lmc.storage.tiers.breaker import FAILURES, Breaker
 from lmc.storage.tiers.disk import files
@@ -62,7 +64,7 @@ CLOSING_SECONDS = 1.0  # `close` waits at most this long for a check of the dire
 SHARDS = 256  # folders of records, by the first byte of the key
 LOGGED_RECORDS = 1000  # Reading this many records takes a noticeable time, and is logged.
 TRIMMED_BYTES = 256 << 20  # that are evicted at once, while others wait, if a directory has more than it may have
-START_SECONDS = 1.0  # that a start waits until an incomplete index has been compared with the directory
+START_SECONDS = 0.5  # that a start waits until an incomplete index has been compared with the directory
 REST_SECONDS = 0.05  # between two folders, if a complete index is compared with the directory
 _RECORD_NAME = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX))
 _TEMPORARY_NAME = re.compile(r"[0-9]+" + re.escape(SUFFIX))
@@ -131,7 +133,10 @@ class DiskTier:
         """
         os.scandir(self._records).close()  # Raises an error for a directory that cannot be read.
         try:
-            self._order.fill(self._counted(rows))
+            for (size, kind), together in groupby(rows.records(), itemgetter(1, 2)):
+                keys = [key for key, _, _ in together]
+                self._order.fill(keys, Facts.of(EvictionClass.of(kind, pinned=False), size))
+                self.bytes += size * len(keys)
         except IndexLost as error:
             log.warning("%s: it is built anew from the records", error)
             rows.clear()
@@ -474,12 +479,6 @@ class DiskTier:
         with contextlib.suppress(IndexLost):
             return read_uses(self.root) if self._rows is None else self._rows.uses()
         return {}
-
-    def _counted(self, rows: DiskIndex) -> Iterator[tuple[ChunkKey, EvictionClass, int]]:
-        """Yield the class and size of the records in the index, least recently used first, and count their bytes."""
-        for key, size, kind in rows.records():
-            self.bytes += size
-            yield key, EvictionClass.of(kind, pinned=False), size
 
     def _remember(self, key: ChunkKey, size: int, kind: RecordKind) -> None:
         self.bytes += size
