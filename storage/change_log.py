@@ -85,22 +85,26 @@ class _Place:
 
     def __init__(self) -> None:
         self.chunks: dict[ChunkKey, Facts] = {}
-        self.held: dict[tuple[str, str], list[int]] = {}  # chunks, tokens, bytes, by model and tenant
+        self.held: dict[str, dict[str, list[int]]] = {}  # chunks, tokens, bytes, by tenant and model
         self.bytes_of_models: dict[str, int] = {}
         self.bytes_of_tenants: dict[str, int] = {}
 
     def count(self, facts: Facts, sign: int) -> None:
         """Add a chunk that has appeared (`sign` 1) to the amounts, or subtract one that has left (-1)."""
         _, tokens, _, model, tenant, size = facts
-        owner = (model, tenant)
-        held = self.held.get(owner)
+        of_tenant = self.held.get(tenant)
+        if of_tenant is None:
+            of_tenant = self.held[tenant] = {}
+        held = of_tenant.get(model)
         if held is None:
-            held = self.held[owner] = [0, 0, 0]
+            held = of_tenant[model] = [0, 0, 0]
         held[0] += sign
         held[1] += sign * tokens
         held[2] += sign * size
         if not held[0]:
-            del self.held[owner]
+            del of_tenant[model]
+            if not of_tenant:
+                del self.held[tenant]
         for taken, whose in ((self.bytes_of_models, model), (self.bytes_of_tenants, tenant)):
             taken[whose] = taken.get(whose, 0) + sign * size
             if not taken[whose]:
@@ -157,14 +161,18 @@ class ChangeLog(Changes):
                 for name, place in self._places.items()
             }
 
-    def held(self) -> dict[tuple[str, str, str], Amount]:
-        """Return the amount that each place has of each model and tenant."""
+    def held(self, tenant: str | None = None) -> dict[tuple[str, str, str], Amount]:
+        """Return the amount that each place has of each model and tenant, or of the models of one tenant.
+
+        The time for one tenant does not depend on the number of other tenants.
+        """
         with self._lock:
             self._work_out()
             return {
-                (name, *owner): Amount(*held)
+                (name, model, owner): Amount(*held)
                 for name, place in self._places.items()
-                for owner, held in place.held.items()
+                for owner in (place.held if tenant is None else [tenant])
+                for model, held in place.held.get(owner, {}).items()
             }
 
     def taken(self, place: str, model: str | None = None, tenant: str | None = None) -> int:
@@ -173,7 +181,7 @@ class ChangeLog(Changes):
             self._work_out()
             there = self._places.get(place) or _Place()
             if model is not None and tenant is not None:
-                return there.held.get((model, tenant), (0, 0, 0))[2]
+                return there.held.get(tenant, {}).get(model, (0, 0, 0))[2]
             if model is not None:
                 return there.bytes_of_models.get(model, 0)
             return there.bytes_of_tenants.get(tenant, 0) if tenant is not None else 0

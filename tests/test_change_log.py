@@ -92,6 +92,8 @@ def test_what_models_and_tenants_have_is_counted_until_they_have_nothing():
     size = meta_of(K0).parts * meta_of(K0).stored_part
     one, two = Amount(1, 16, size), Amount(2, 32, 2 * size)
     assert log.held() == {("host", "a", ""): two, ("host", "a", "t"): one, ("host", "b", "t"): one}
+    assert log.held("t") == {("host", "a", "t"): one, ("host", "b", "t"): one}
+    assert log.held("unknown") == {}
     log.left("host", K3)
     log.left("host", K0)
     assert log.held() == {("host", "a", ""): one, ("host", "a", "t"): one}

@@ -97,6 +97,19 @@ def test_places_without_a_medium_other_chunks_and_unknown_documents_are_left_out
     assert world.events.take() == []
 
 
+def test_a_document_that_becomes_known_after_its_last_chunk_is_announced(world):
+    """A publisher that asked between the two never announced it."""
+    world.appeared("host", "a", "b", "c")
+    assert world.follow() == set()
+    one = world.document("a", "b")
+    assert world.follow() == {("CPU", one)}
+    world.left("host", "c")
+    world.document("a", "c")
+    assert world.follow() == {("CPU", one)}
+    world.left("host", "b")
+    assert world.follow() == set()
+
+
 def test_an_event_says_what_a_router_needs(world):
     one = world.document("a")
     world.appeared("host", "a")

@@ -114,6 +114,18 @@ def test_without_a_disk_pins_hold_in_memory():
         assert places(engine, A) == places(engine, B) == ["host", "host"]
 
 
+def test_a_change_that_exceeds_the_pin_quota_changes_no_name():
+    with closing(engine_of(slots=8)) as engine:
+        engine.keeper.pin([learn(engine, A), learn(engine, B)])
+        document = learn(engine, C, name="before")
+        admin = DocumentAdmin(lambda: [engine], lambda tokens, model: "", engine.background)
+        with pytest.raises(InputError, match="pin quota exceeded"):
+            admin.change(document.id, {"name": "after", "pinned": True})
+        assert document.name == "before"
+        admin.change(document.id, {"name": "after"})
+        assert document.name == "after"
+
+
 def test_fewer_pins_are_kept_if_the_disk_has_become_smaller(tmp_path, caplog):
     with closing(engine_of(tmp_path, records=20)) as engine:
         engine.keeper.pin([learn(engine, tokens) for tokens in (A, B, C, D)])

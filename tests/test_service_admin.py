@@ -7,7 +7,7 @@ import ssl
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -501,7 +501,7 @@ def test_a_long_list_comes_in_pieces(service, monkeypatch):
         learn(engine, tokens)
     assert len(service.documents()) == 3
     assert service.ask("/v1/documents?limit=2")["total"] == 3
-    assert service.refusal("/v1/documents?limit=100001")[0] == 400
+    assert service.refusal(f"/v1/documents?limit={(1 << 30) + 1}")[0] == 400
 
 
 def test_tls(tmp_path):
@@ -644,6 +644,34 @@ def test_a_tenant_beyond_its_quota_evicts_its_own_oldest_chunks(service):
     learn(engine, C, "t")
     assert service.ask("/v1/quota") == {"quotas": []}
     assert stored(engine.store) == 6
+
+
+def test_a_change_of_one_field_of_a_quota_keeps_the_others(service):
+    service.ask("/v1/quota", {"model": "m", "max_gb": 1}, "PUT")
+    service.ask("/v1/quota", {"model": "m", "weight": 3}, "PUT")
+    (quota,) = service.ask("/v1/quota")["quotas"]
+    assert (quota["max_bytes"], quota["weight"]) == (GIB, 3.0)
+
+
+def test_two_changes_of_a_quota_at_once_both_count(monkeypatch):
+    """One read what the other one was about to replace."""
+    quotas, changes = Quotas(ChangeLog(), None), [{"bytes": 5}, {"weight": 2.0}]
+    both = threading.Barrier(2)
+    replaced = msgspec.structs.replace
+
+    def slowly(quota, **values):
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.2)
+        return replaced(quota, **values)
+
+    monkeypatch.setattr(msgspec.structs, "replace", slowly)
+    threads = [threading.Thread(target=quotas.change, args=("m", None), kwargs=values) for values in changes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    quota = quotas.get("m", None)
+    assert (quota.bytes, quota.weight) == (5, 2.0)
 
 
 def test_a_chunk_that_is_larger_than_its_quota_or_finds_only_held_ones_is_not_stored(service):

@@ -86,14 +86,14 @@ class DocumentAdmin:
             fields = f"pinned (true or false), ttl (seconds above 0, or null), name (up to {LONGEST_NAME} characters)"
             raise InputError(f"invalid change of documents {dict(changes)}: use only {fields}")
         matches = self._find(name, tenant)
-        for match in matches if title else ():
-            match.known.name = title
         for source, documents in _by_source([(match.sources[0], match.known) for match in matches]):
             if pinned is not None:
                 (source.keeper.pin if pinned else source.keeper.unpin)(documents)
             if "ttl" in changes:
                 source.keeper.expire(documents, ttl)
             if title:
+                for document in documents:
+                    document.name = title
                 source.keeper.renamed(documents)
         return {"documents": [self._described(match) for match in matches]}
 

@@ -6,7 +6,7 @@ withdrawn when a chunk leaves.
 """
 
 import hashlib
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -15,6 +15,7 @@ from lmc.documents.known import KnownDocument
 from lmc.keys import ChunkKey, RecordKind, tokens_digest
 from lmc.storage.change_log import Changes, media_steps
 
+MAX_UNKNOWN = 4096  # chunks that are looked up again
 UNREAD = -1  # before all entries of a change log, which then lists everything that is stored
 
 
@@ -52,11 +53,14 @@ class DocumentEvents:
         self._present: defaultdict[str, set[ChunkKey]] = defaultdict(set)  # medium -> chunks of documents
         self._owners: defaultdict[ChunkKey, dict[str, KnownDocument]] = defaultdict(dict)  # chunk -> documents, by id
         self._announced: dict[tuple[str, str], DocumentMoved] = {}  # by medium and id
+        # Stored chunks that belong to no known document, with their media. A document becomes known after its last one.
+        self._unknown: OrderedDict[tuple[ChunkKey, str], None] = OrderedDict()
 
     def take(self) -> list[DocumentMoved]:
         """Return the changes since the last call, in order."""
         self._read, steps = media_steps(self._changes, self._read, self._seen, RecordKind.DOCUMENT)
-        return [moved for step in self._background.gently(steps) for moved in self._moved(*step)]
+        again = [(key, medium, True) for key, medium in self._unknown if self._find(key.hex()) is not None]
+        return [moved for step in self._background.gently([*again, *steps]) for moved in self._moved(*step)]
 
     def _seen(self) -> set[tuple[ChunkKey, str]]:
         return {(key, medium) for medium, keys in self._present.items() for key in keys}
@@ -81,8 +85,13 @@ class DocumentEvents:
                     self._owners[part].pop(document.id, None)
                     if not self._owners[part]:
                         del self._owners[part]
+        self._unknown.pop((key, medium), None)
         if not self._owners[key]:
             del self._owners[key]
+            if stored:
+                self._unknown[key, medium] = None
+                if len(self._unknown) > MAX_UNKNOWN:
+                    self._unknown.popitem(last=False)
 
     def _event(self, document: KnownDocument, medium: str) -> DocumentMoved:
         salt = self._salt_of(document)

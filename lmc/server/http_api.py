@@ -8,7 +8,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
@@ -34,7 +33,7 @@ MAX_QUOTA_GB = 1 << 20
 OPEN_PATHS = ("/", "/health", "/ready")  # paths that need no token
 MAX_SMALL_BODY_BYTES = 64 * KIB  # limit for a request body with names and numbers only
 MAX_PROMPT_BODY_BYTES = 16 * MIB  # limit for a request body with a prompt
-MAX_LIST_LENGTH = 100_000  # documents
+MAX_LIST_LENGTH = 1 << 30  # documents; a list is sent in pieces, and `lmc learn` asks for all
 STREAMED_DOCUMENTS = 100  # documents in one piece of a listing
 MAX_SUBSCRIBERS = 16
 TENANT = re.compile(f"[0-9a-f]{{{TENANT_DIGITS}}}")  # a tenant's name: digits of the cache salt's digest
@@ -246,7 +245,7 @@ def _add_memory(app: FastAPI, of: Overview) -> None:
             values["bytes"] = None if change.max_gb is None else int(change.max_gb * GIB)
         if not values:
             raise InputError("set max_gb (null for no limit), or weight, or both")
-        of.bound(msgspec.structs.replace(of.quota(model, tenant), **values))
+        of.bound(model, tenant, **values)
         return {"quotas": of.quotas()}
 
     @app.post(

@@ -17,7 +17,7 @@ from lmc.errors import InputError
 from lmc.http.client import engine_client
 from lmc.metrics import StoreCollector, flat
 from lmc.server.events import Events
-from lmc.server.quotas import Owners, Quota
+from lmc.server.quotas import Owners
 from lmc.server.server import CacheServer
 from lmc.server.texts import Texts
 from lmc.storage.stats import StoreStats, summed
@@ -72,9 +72,8 @@ class Overview:
     def owners(self, tenant: str | None) -> list[dict[str, Any]]:
         """Return what each model and tenant has in each tier; with `tenant`, only for this tenant."""
         places_of: dict[tuple[str, str], dict[str, Any]] = {}
-        for (place, model, owner), amount in sorted(self._arenas.changes.held().items()):
-            if tenant in (None, owner):
-                places_of.setdefault((model, owner), {})[place] = amount._asdict()
+        for (place, model, owner), amount in sorted(self._arenas.changes.held(tenant).items()):
+            places_of.setdefault((model, owner), {})[place] = amount._asdict()
         return [{"model": model, "tenant": owner, "places": places} for (model, owner), places in places_of.items()]
 
     def explain(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,13 +109,9 @@ class Overview:
             for quota, used in self._arenas.quotas.all()
         ]
 
-    def quota(self, model: str | None, tenant: str | None) -> Quota:
-        """Return the quota of a model, a tenant, or a tenant's chunks of one model."""
-        return self._arenas.quotas.get(model, tenant)
-
-    def bound(self, quota: Quota) -> None:
-        """Set a quota, and evict chunks that exceed it."""
-        self._arenas.quotas.set(quota)
+    def bound(self, model: str | None, tenant: str | None, **values: Any) -> None:
+        """Set some fields of a quota (see `Quotas.change`), and evict chunks that exceed it."""
+        self._arenas.quotas.change(model, tenant, **values)
         for arena in self._arenas.all():
             arena.quotas_changed()
 

@@ -3,6 +3,7 @@
 import logging
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -73,19 +74,27 @@ class Quotas(Weights):
         Raises `InputError` for a name that is not valid Unicode text.
         """
         with self._mutex:
-            others = [other for other in self._quotas if (other.model, other.tenant) != (quota.model, quota.tenant)]
-            is_default = quota == Quota(model=quota.model, tenant=quota.tenant)
-            quotas = (*others, *(() if is_default else (quota,)))
+            self._set(quota)
+
+    def change(self, model: str | None, tenant: str | None, **values: Any) -> None:
+        """Set some fields of a quota, and keep the others; see `set`."""
+        with self._mutex:
+            self._set(msgspec.structs.replace(self.get(model, tenant), **values))
+
+    def _set(self, quota: Quota) -> None:
+        others = [other for other in self._quotas if (other.model, other.tenant) != (quota.model, quota.tenant)]
+        is_default = quota == Quota(model=quota.model, tenant=quota.tenant)
+        quotas = (*others, *(() if is_default else (quota,)))
+        try:
+            encoded = msgspec.json.encode(quotas)
+        except UnicodeEncodeError:
+            raise InputError("names of models and tenants must be valid Unicode text") from None
+        self._quotas = quotas
+        if self._file is not None:
             try:
-                encoded = msgspec.json.encode(quotas)
-            except UnicodeEncodeError:
-                raise InputError("names of models and tenants must be valid Unicode text") from None
-            self._quotas = quotas
-            if self._file is not None:
-                try:
-                    replace_text(self._file, encoded.decode())
-                except OSError as error:
-                    log.warning("cannot write %s (%s): quotas will end with this server", self._file, error.strerror)
+                replace_text(self._file, encoded.decode())
+            except OSError as error:
+                log.warning("cannot write %s (%s): quotas will end with this server", self._file, error.strerror)
 
     def excess(self, model: str, tenant: str, size: int) -> list[tuple[Quota, int]]:
         """Return the quotas that `size` more bytes of an owner would exceed, and the excess of each in bytes."""
