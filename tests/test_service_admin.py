@@ -469,7 +469,7 @@ def test_questions_that_are_too_large_or_wrong_are_refused_and_the_next_is_answe
 
 
 def test_connections_over_which_nothing_is_asked_are_closed(tmp_path, monkeypatch):
-    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(http_server, "FIRST_REQUEST_SECONDS", 0.5)
     monkeypatch.setattr(http_server, "BODY_SECONDS", 0.5)
     with administered(tmp_path) as service:
         address = "127.0.0.1", int(service.url.rpartition(":")[2])

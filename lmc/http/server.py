@@ -29,7 +29,7 @@ START_SECONDS = 60.0  # timeout for the start of a server; enough even while the
 STOP_SECONDS = 10.0  # timeout for the shutdown of a server
 MAX_BODY_BYTES = 16 * MIB  # default limit for a request body
 MAX_CONNECTIONS = 256
-HEAD_SECONDS = 10.0  # timeout for the head of a request
+FIRST_REQUEST_SECONDS = 10.0  # timeout for the first request of a new connection
 BODY_SECONDS = 30.0  # timeout for the next piece of a request body
 VISITOR = "lmc.visitor"  # key in the ASGI scope of a request
 
@@ -151,39 +151,22 @@ def tcp_socket(host: str, port: int) -> socket.socket:
 
 
 def _protocol() -> Any:
-    """Return uvicorn's protocol with a timeout for the heads of requests.
+    """Return uvicorn's protocol with a timeout for the first request of a connection.
 
-    By itself, uvicorn closes a connection that is idle after a response until its next byte, and no other one.
+    By itself, uvicorn closes connections that are idle after a response, but not those without any request yet.
     """
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     class TimedProtocol(AutoHTTPProtocol):  # type: ignore[misc]
         """A connection that is closed if no complete request head arrives in time."""
 
-        waits = False  # for the head of a request
-
         def connection_made(self, transport: Any) -> None:
-            """Start the timeout for the first head."""
+            """Start the timeout for the first request."""
             super().connection_made(transport)
-            self._wait()
+            self.loop.call_later(FIRST_REQUEST_SECONDS, self._close_if_silent)
 
-        def data_received(self, data: bytes) -> None:
-            """Start the timeout for another head, or for the rest of a body that was refused."""
-            if self._is_idle and not self.waits:
-                self._wait()
-            super().data_received(data)
-
-        @property
-        def _is_idle(self) -> bool:
-            return self.cycle is None or self.cycle.response_complete
-
-        def _wait(self) -> None:
-            self.waits = True
-            self.loop.call_later(HEAD_SECONDS, self._give_up, self.cycle)
-
-        def _give_up(self, before: Any) -> None:
-            self.waits = False
-            if self.cycle is before and self._is_idle:
+        def _close_if_silent(self) -> None:
+            if self.cycle is None:
                 self.transport.close()
 
     return TimedProtocol

@@ -9,7 +9,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from starlette.routing import Route
 from lmc.blend.markers import Markers
 from lmc.errors import InputError
 from lmc.http.server import Guard, Receive, Send
-from lmc.router.client import REQUEST_ID_HEADER, Client, Refusal, Stalled, error_object, sent_back, sent_on
+from lmc.router.client import REQUEST_ID_HEADER, Client, Refusal, error_object, sent_back, sent_on
 from lmc.router.cors import OriginHeaders, RawHeaders, is_preflight
 from lmc.router.cut import HOW
 from lmc.router.document_tokens import DocumentTokens
@@ -86,8 +85,7 @@ class Router:
             scope, send = _without_slash(scope), self._origins.added(scope, send)
             client = Client(scope, receive, send)
             try:
-                with suppress(Stalled):
-                    await self._serve(client, scope, receive, send)
+                await self._serve(client, scope, receive, send)
             except Refusal as refusal:
                 await client.refuse(refusal)
         elif self.settings.open_admin or self.settings.admin_token:

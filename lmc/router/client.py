@@ -5,12 +5,11 @@ import json
 import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence, Set
-from contextlib import suppress
 from typing import Any
 
 from multidict import CIMultiDict
 
-from lmc.http.server import Message, Receive, Send
+from lmc.http.server import Receive, Send
 
 RETRIABLE = (429, 503)  # statuses that are sent with Retry-After
 RETRY_AFTER = b"1"  # seconds
@@ -100,29 +99,25 @@ class Client:
     async def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """Begin the answer."""
         self._begun, self.status = True, status
-        await self._deliver({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, part: bytes) -> None:
-        """Send a part of the answer, and wait until the client reads. Raises `Stalled`."""
-        await self._deliver({"type": "http.response.body", "body": part, "more_body": True})
-
-    async def end(self) -> None:
-        """End the answer. Raises `Stalled`."""
-        await self._deliver({"type": "http.response.body", "body": b""})
-
-    async def _deliver(self, message: Message) -> None:
-        """Send a message, and wait until the client reads. Raises `Stalled` after `STALLED_SECONDS`.
+        """Send a part of the answer, and wait until the client reads. Raises `Stalled` after `STALLED_SECONDS`.
 
         A stalled client would hold one of the router's request slots, and keep an engine computing.
         """
         try:
             async with asyncio.timeout(STALLED_SECONDS):
-                await self._send(message)
+                await self._send({"type": "http.response.body", "body": part, "more_body": True})
         except TimeoutError:
             raise Stalled(f"the client read nothing for {STALLED_SECONDS:g} s") from None
 
+    async def end(self) -> None:
+        """End the answer."""
+        await self._send({"type": "http.response.body", "body": b""})
+
     async def refuse(self, refusal: Refusal) -> None:
-        """Send an error in the format of OpenAI's API, unless an answer has begun or the client reads nothing."""
+        """Send an error in the format of OpenAI's API, unless an answer has begun."""
         if self._begun:
             return
         body = json.dumps({"error": error_object(refusal.status, refusal.why, refusal.parameter)}).encode()
@@ -131,9 +126,8 @@ class Client:
             headers.append((b"retry-after", RETRY_AFTER))
         if refusal.allow:
             headers.append((b"allow", refusal.allow.encode()))
-        with suppress(Stalled):
-            await self.begin(refusal.status, headers)
-            await self._deliver({"type": "http.response.body", "body": body})
+        await self.begin(refusal.status, headers)
+        await self._send({"type": "http.response.body", "body": body})
 
 
 def error_object(status: int, reason: str, parameter: str | None = None) -> dict[str, Any]:

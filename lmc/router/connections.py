@@ -1,7 +1,6 @@
 """Limits of client connections: the size of a request's head, the time it may take, and the number of open files.
 
-uvicorn's protocol closes a connection that is idle after an answer, but has no timeout for the head of a request, and
-none for the rest of a body after the request was refused.
+uvicorn's protocol closes a connection that is idle after an answer, but has no timeout for the head of a request.
 """
 
 import asyncio
@@ -26,7 +25,6 @@ def bounded_protocol() -> Any:
         """A connection that is closed if the head of a request is too large or too slow."""
 
         head_bytes = 0  # received of the current head
-        in_head = True
         waiting: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
@@ -42,26 +40,19 @@ def bounded_protocol() -> Any:
         def on_message_begin(self) -> None:
             """Start the timeout for the rest of a head."""
             super().on_message_begin()
-            self.in_head = True
             self._wait()
 
         def on_headers_complete(self) -> None:
             """Stop the timeout."""
-            self.in_head = False
             self._wait(ends=True)
             super().on_headers_complete()
 
         def data_received(self, data: bytes) -> None:
-            """Handle received bytes, and close the connection if a head is too large.
-
-            A client that sends the body of a request that was refused has no more time than for a head.
-            """
-            if self.waiting is None and self.cycle is not None and self.cycle.response_complete:
-                self._wait()
+            """Handle received bytes, and close the connection if a head is too large."""
             before = self.waiting
             super().data_received(data)
             self.head_bytes += len(data) if self.waiting is before else 0  # without the end of an earlier request
-            if self.in_head and self.waiting is not None and self.head_bytes > HEAD_BYTES:
+            if self.waiting is not None and self.head_bytes > HEAD_BYTES:
                 self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"request head exceeds {HEAD_BYTES} bytes")
 
         def send_400_response(self, msg: str) -> None:
@@ -77,8 +68,10 @@ def bounded_protocol() -> Any:
         def _wait(self, *, ends: bool = False) -> None:
             if self.waiting is not None:
                 self.waiting.cancel()
-            self.head_bytes = 0
-            self.waiting = None if ends else self.loop.call_later(HEAD_SECONDS, self.transport.close)
+            self.waiting, self.head_bytes = None if ends else self.loop.call_later(HEAD_SECONDS, self._give_up), 0
+
+        def _give_up(self) -> None:
+            self.transport.close()
 
     return BoundedHeads
 
