@@ -30,6 +30,7 @@ from lmc.connectors.vllm.scheduler.admin import Administration, serve, serve_if_
 from lmc.documents.escaped import as_json
 from lmc.errors import ConfigError, InputError
 from lmc.http import server as http_server
+from lmc.http import timeouts
 from lmc.http.client import HttpClient, Refused, Unreachable, engine_client
 from lmc.keys import RecordKind
 
@@ -644,6 +645,7 @@ def test_a_server_that_renders_is_asked_for_the_tokens_of_chats_and_responses(se
 def test_a_body_that_does_not_arrive_in_time_is_answered_408(served, monkeypatch, caplog):
     """It was answered with 500, and the log had a traceback."""
     monkeypatch.setattr(http_server, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(timeouts, "HEAD_SECONDS", 0.2)
     host, port = served.url.split(":")
     with socket.create_connection((host, int(port)), 30) as sent:
         head = "POST /v1/explain HTTP/1.1", "host: localhost", "content-type: application/json", "content-length: 10"

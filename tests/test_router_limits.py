@@ -4,15 +4,18 @@ import json
 import resource
 import socket
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from http.client import HTTPResponse
+from types import SimpleNamespace
 
 import pytest
-from router_house import SECONDS, house
+from router_house import SECONDS, house, served
 from storage_fakes import eventually
 
 from lmc.errors import ConfigError
-from lmc.router import client, connections
-from lmc.router.connections import HEAD_BYTES, SPARE_FILES, allow_files
+from lmc.http import timeouts
+from lmc.router import client
+from lmc.router.connections import HEAD_BYTES, SPARE_FILES, allow_files, bounded_protocol
 
 ASK = "/v1/completions"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
@@ -88,12 +91,84 @@ def test_a_head_without_an_end_is_refused(endless):
     "begun", [b"", HEAD, HEAD + b"content-length: 29\r\n\r\n" + b'{"model":"echo","prompt":"x"}' + HEAD]
 )
 def test_a_head_that_does_not_come_ends_the_connection(begun, monkeypatch):
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(timeouts, "HEAD_SECONDS", 0.3)
     with house(1) as built, connected(built) as silent:
         silent.sendall(begun)
         silent.settimeout(4.0)
         answered = said(silent)
         assert answered.count(b"HTTP/1.1 200") == begun.count(b"content-length")
+
+
+@pytest.mark.parametrize(
+    ("header", "sent", "status"),
+    [
+        (b"", b"", 401),
+        (b"authorization: Bearer one\r\n", b"{", 408),
+        (b"authorization: Bearer one\r\n", b"x" * 2000, 413),
+    ],
+)
+def test_a_connection_is_closed_if_its_body_goes_on_after_a_refusal(header, sent, status, monkeypatch):
+    """One byte more stopped the only timeout that such a connection had."""
+    monkeypatch.setattr(timeouts, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(client, "UPLOAD_SECONDS", 0.2)
+    with house(1, client_tokens=frozenset({"one"}), max_body=1000) as built, connected(built) as refused:
+        refused.sendall(HEAD + header + b"transfer-encoding: chunked\r\n\r\n%x\r\n" % (4 * HEAD_BYTES) + sent)
+        refused.settimeout(4.0)
+        assert refused.recv(4096).startswith(b"HTTP/1.1 %d" % status)
+        refused.sendall(b"x")
+        assert b"HTTP/1.1" not in said(refused), "the body is not a head"
+
+
+def test_a_refused_body_may_end_and_another_request_follow():
+    with house(1, client_tokens=frozenset({"one"})) as built, connected(built) as refused:
+        refused.sendall(HEAD + b"content-length: %d\r\n\r\n" % (4 * HEAD_BYTES))
+        statuses = []
+        for more in (b"x" * 4 * HEAD_BYTES + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", b""):
+            with closing(HTTPResponse(refused)) as answer:
+                answer.begin()
+                answer.read()
+                statuses.append(answer.status)
+            refused.sendall(more)
+        assert statuses == [401, 200]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_client_that_reads_nothing_is_disconnected(ends, monkeypatch):
+    """The end of an answer, and an error, were sent without a timeout, and a closed connection kept its buffer."""
+    monkeypatch.setattr(timeouts, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(timeouts, "UNREAD_SECONDS", 0.2)
+    returned = []
+
+    async def answer(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(16 << 20), "more_body": not ends})
+        if not ends:
+            await send({"type": "http.response.body", "body": b""})
+        returned.append(scope["path"])
+
+    with served(answer, http=bounded_protocol()) as server, socket.socket() as unread:
+        unread.connect(("127.0.0.1", server.port))
+        unread.sendall(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n")
+        eventually(lambda: returned == ["/large"])
+        eventually(lambda: not server.server.server_state.connections)
+
+
+def test_a_client_that_reads_slowly_is_not_disconnected():
+    """The last part of a long listing may take some minutes."""
+    calls, aborted, unread = [], [], [3 * timeouts.UNREAD_BYTES]
+
+    connection = timeouts.TimedConnection()
+    connection.loop = SimpleNamespace(call_later=lambda seconds, call, *given: calls.append((call, given)))
+    connection.transport = SimpleNamespace(
+        get_write_buffer_size=lambda: unread[0], abort=lambda: aborted.append(unread[0])
+    )
+    connection.pause_writing()
+    for size in (2 * timeouts.UNREAD_BYTES, timeouts.UNREAD_BYTES, timeouts.UNREAD_BYTES):
+        unread[0] = size
+        call, given = calls.pop()
+        call(*given)
+        assert bool(aborted) != bool(calls)
+    assert aborted == [timeouts.UNREAD_BYTES], "it has read nothing since the time before"
 
 
 def test_a_body_that_is_larger_than_a_head_may_be_is_none_of_its_bytes():

@@ -13,7 +13,8 @@ from router_house import house, served
 from storage_fakes import eventually
 
 from lmc.blend.markers import Markers
-from lmc.router import client, discovery, document_tokens
+from lmc.http import timeouts
+from lmc.router import discovery, document_tokens
 from lmc.router import watch as watching
 from lmc.router.application import Router
 from lmc.router.connections import bounded_protocol
@@ -243,7 +244,7 @@ async def without_end(wish, usage, send, leaving):
 
 
 def test_a_client_that_does_not_read_loses_its_place(monkeypatch):
-    monkeypatch.setattr(client, "STALLED_SECONDS", 0.5)
+    monkeypatch.setattr(timeouts, "UNREAD_SECONDS", 0.5)
     body = json.dumps({"model": "echo", "prompt": "x", "stream": True}).encode()
     head = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     with house(1, max_requests=1) as built:
@@ -311,7 +312,7 @@ def test_the_tokens_of_documents_are_asked_for_again_when_a_model_is_cut_otherwi
 
 
 def test_the_time_of_a_client_begins_anew_with_each_part(monkeypatch):
-    monkeypatch.setattr(client, "STALLED_SECONDS", 1.0)
+    monkeypatch.setattr(timeouts, "UNREAD_SECONDS", 1.0)
     with house(1) as built:
         answer = built.send(ASK, {"model": "echo", "prompt": "x", "stream": True, "echo": {"parts": 30, "pause": 0.05}})
         began = time.monotonic()

@@ -33,6 +33,7 @@ from lmc.connectors.vllm.scheduler.admin import Administration, serve_if_wanted
 from lmc.documents.admin import DocumentAdmin
 from lmc.errors import ConfigError, InputError
 from lmc.http import server as http_server
+from lmc.http import timeouts
 from lmc.http.client import Unreachable, admin_client
 from lmc.keys import RecordKind, tenant_of, tokens_digest
 from lmc.server import http_api
@@ -469,7 +470,7 @@ def test_questions_that_are_too_large_or_wrong_are_refused_and_the_next_is_answe
 
 
 def test_connections_over_which_nothing_is_asked_are_closed(tmp_path, monkeypatch):
-    monkeypatch.setattr(http_server, "FIRST_REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(timeouts, "HEAD_SECONDS", 0.5)
     monkeypatch.setattr(http_server, "BODY_SECONDS", 0.5)
     with administered(tmp_path) as service:
         address = "127.0.0.1", int(service.url.rpartition(":")[2])
@@ -481,6 +482,12 @@ def test_connections_over_which_nothing_is_asked_are_closed(tmp_path, monkeypatc
             begun.sendall(b"GET /health HTTP/1.1\r\nhost: local")
             half = opened.enter_context(socket.create_connection(address, 30))
             half.sendall(head.encode())
+            refused = opened.enter_context(socket.create_connection(address, 4))
+            refused.sendall(head.replace(TOKEN, "another").encode())
+            assert refused.recv(1000)[:12] == b"HTTP/1.1 401"
+            refused.sendall(b"x")  # This stops the timeout of an idle connection.
+            while refused.recv(1000):
+                pass
             assert [one.recv(10) for one in (*silent, begun)] == [b""] * 21
             assert half.recv(100)[:12] == b"HTTP/1.1 408", "the rest of the question does not come"
         assert service.ask("/health") == {"status": "ok"}

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from lmc.errors import ConfigError
 from lmc.http.address import LOCAL, TOKEN, UNIX, host_and_port, socket_path
+from lmc.http.timeouts import TimedConnection
 from lmc.shapes import KIB, MIB
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,6 @@ START_SECONDS = 60.0  # timeout for the start of a server; enough even while the
 STOP_SECONDS = 10.0  # timeout for the shutdown of a server
 MAX_BODY_BYTES = 16 * MIB  # default limit for a request body
 MAX_CONNECTIONS = 256
-FIRST_REQUEST_SECONDS = 10.0  # timeout for the first request of a new connection
 BODY_SECONDS = 30.0  # timeout for the next piece of a request body
 VISITOR = "lmc.visitor"  # key in the ASGI scope of a request
 
@@ -77,6 +77,7 @@ def serve(
     """
     try:
         import uvicorn
+        from uvicorn.protocols.http.auto import AutoHTTPProtocol
     except ImportError as error:
         raise ConfigError(f"{setting} needs {error.name}: pip install starlette uvicorn") from error
     if certificate:
@@ -84,7 +85,7 @@ def serve(
     tls = {"ssl_certfile": certificate.chain, "ssl_keyfile": certificate.key} if certificate else {}
     config = uvicorn.Config(
         application,
-        http=_protocol(),
+        http=type("TimedProtocol", (TimedConnection, AutoHTTPProtocol), {}),
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -148,28 +149,6 @@ def _listening(address: str, token: str, setting: str, number: int) -> socket.so
 def tcp_socket(host: str, port: int) -> socket.socket:
     """Return a socket that listens at a port of an IPv4 or IPv6 host; raise `OSError` if this fails."""
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-
-
-def _protocol() -> Any:
-    """Return uvicorn's protocol with a timeout for the first request of a connection.
-
-    By itself, uvicorn closes connections that are idle after a response, but not those without any request yet.
-    """
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol
-
-    class TimedProtocol(AutoHTTPProtocol):  # type: ignore[misc]
-        """A connection that is closed if no complete request head arrives in time."""
-
-        def connection_made(self, transport: Any) -> None:
-            """Start the timeout for the first request."""
-            super().connection_made(transport)
-            self.loop.call_later(FIRST_REQUEST_SECONDS, self._close_if_silent)
-
-        def _close_if_silent(self) -> None:
-            if self.cycle is None:
-                self.transport.close()
-
-    return TimedProtocol
 
 
 def _unix_socket(path: str) -> socket.socket:
@@ -251,8 +230,7 @@ class Guard:
         with suppress(_BadBody):
             await self._application(scope, receive_bounded, send_if_bounded)
         if code:
-            # The rest of the body would be read as a request.
-            await refuse(send, code, self._error(code, refused), close=True)
+            await refuse(send, code, self._error(code, refused))
 
     def _refusal(self, scope: Any, headers: Mapping[str, str]) -> tuple[int, str]:
         visitor = self._visitor(bearer_token(headers.get("authorization", "")), scope["path"])
@@ -300,10 +278,12 @@ class _BadBody(Exception):
     """A request body is too large, or does not arrive in time."""
 
 
-async def refuse(send: Send, code: int, error: Any, *, close: bool = False) -> None:
-    """Respond with an error, and optionally `close` the connection."""
+async def refuse(send: Send, code: int, error: Any) -> None:
+    """Respond with an error.
+
+    `TimedConnection` closes the connection later: if a body is still arriving, closing it now discards the response.
+    """
     body = json.dumps({"error": error}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(b"connection", b"close")] if close else []
     await send({"type": "http.response.start", "status": code, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -14,7 +14,6 @@ from lmc.http.server import Receive, Send
 RETRIABLE = (429, 503)  # statuses that are sent with Retry-After
 RETRY_AFTER = b"1"  # seconds
 UPLOAD_SECONDS, UPLOAD_RATE = 30.0, 64 << 10  # a body may take 30 s, and 1 s more for each 64 KiB
-STALLED_SECONDS = 60.0  # a client that reads nothing for this long is disconnected
 ERROR_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "NotFoundError",
     405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error",
@@ -36,10 +35,6 @@ class Refusal(Exception):
         """`parameter` is the invalid field of the request, and `allow` the methods that the path allows."""
         super().__init__(reason)
         self.status, self.why, self.parameter, self.allow = status, reason, parameter, allow
-
-
-class Stalled(Exception):
-    """A client has stopped reading its answer."""
 
 
 class Room:
@@ -102,15 +97,8 @@ class Client:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, part: bytes) -> None:
-        """Send a part of the answer, and wait until the client reads. Raises `Stalled` after `STALLED_SECONDS`.
-
-        A stalled client would hold one of the router's request slots, and keep an engine computing.
-        """
-        try:
-            async with asyncio.timeout(STALLED_SECONDS):
-                await self._send({"type": "http.response.body", "body": part, "more_body": True})
-        except TimeoutError:
-            raise Stalled(f"the client read nothing for {STALLED_SECONDS:g} s") from None
+        """Send a part of the answer, and wait until the client reads, or is disconnected because it does not."""
+        await self._send({"type": "http.response.body", "body": part, "more_body": True})
 
     async def end(self) -> None:
         """End the answer."""

@@ -20,7 +20,7 @@ from yarl import URL
 from lmc.errors import InputError
 from lmc.http.server import Receive, Send
 from lmc.router import router_metrics as numbers
-from lmc.router.client import REQUEST_ID_HEADER, Client, Refusal, Room, Stalled, sent_back, sent_on
+from lmc.router.client import REQUEST_ID_HEADER, Client, Refusal, Room, sent_back, sent_on
 from lmc.router.cut import MAX_CHARACTERS
 from lmc.router.document_search import DocumentSearch
 from lmc.router.engines import Engines
@@ -114,9 +114,6 @@ class Proxy:
             await client.refuse(Refusal(400, str(error)))
         except Refusal as refusal:
             await client.refuse(refusal)
-        except Stalled as stalled:
-            self._metrics.count(numbers.CLIENTS_LEFT)
-            log.info("lmc router: aborted an answer: %s", stalled)
         except Exception:
             log.exception("lmc router: request for %s failed", scope["path"])
             await client.refuse(Refusal(500, "unexpected error in the router; see its log"))
