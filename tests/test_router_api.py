@@ -136,6 +136,13 @@ def test_a_page_may_send_what_the_engine_allows(path):
         assert "access-control-allow-origin" not in refused.headers
 
 
+def test_a_token_in_a_preflight_ends_at_the_router():
+    """Browsers send none there, and nobody checks it."""
+    with house(1, client_tokens=frozenset(("first",))) as built:
+        assert preflight(built, ASK, authorization="Bearer first").status == 200
+        assert "authorization" not in built.echoes[0].seen[-1]["headers"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [(ASK, PROMPT, 200), ("/v1/models", None, 200), (ASK, b"{", 400), (ASK, None, 405), ("/v1/none", None, 404)],

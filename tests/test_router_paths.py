@@ -152,7 +152,8 @@ def test_a_response_is_asked_of_the_engine_that_has_made_it(two, stream):
     status, found = two.ask("/v1/responses/resp_unknown")
     assert (status, "unknown response" in found["error"]["message"]) == (404, True)
     two.ask("/engines/drain", {"url": home})
-    assert two.ask(f"/v1/responses/{made}")[0] == 503
+    assert two.send(f"/v1/responses/{made}").headers["x-lmc-engine"] == home, "it has to end before the engine does"
+    assert two.ask("/v1/responses", next_one)[0] == 503
     two.ask("/engines/drain", {"url": home, "drain": False})
 
 

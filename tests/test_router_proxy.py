@@ -85,6 +85,16 @@ def test_another_engine_is_asked_if_the_first_is_not_up(status):
         assert built.numbers("retries_total") == 1
 
 
+def test_without_another_engine_the_client_gets_the_status_of_the_only_one():
+    """It got 502, without Retry-After, and a retry was counted."""
+    with house(1) as built:
+        built.echoes[0].refusing = 503
+        answer = built.send(ASK, {"model": "echo", "prompt": "x"})
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        assert "503" in answer.read().decode()
+        assert built.numbers("retries_total") == 0
+
+
 def test_other_errors_of_an_engine_are_the_clients(two):
     before = sum(len(one.seen) for one in two.echoes)
     status, found = two.ask(ASK, {"model": "echo", "prompt": "x", "echo": {"status": 400}})
@@ -129,7 +139,7 @@ def test_an_engine_that_keeps_failing_is_left_alone_and_tried_again():
     with house(1) as built:
         built.echoes[0].refusing = 503
         for _ in range(BREAKER_FAILURES):
-            assert built.ask(ASK, {"model": "echo", "prompt": "x"})[0] == 502
+            assert built.ask(ASK, {"model": "echo", "prompt": "x"})[0] == 503
         seen = len(built.echoes[0].seen)
         answer = built.send(ASK, {"model": "echo", "prompt": "x"})
         assert answer.status == 503

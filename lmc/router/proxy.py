@@ -262,7 +262,8 @@ class Proxy:
     def _visit(self, received: Received, failed: set[str]) -> Iterator[Visit]:
         """Choose an engine, and count the request there until the block ends."""
         request = received.request
-        candidates = self._engines.candidates(request.model, failed, draining=bool(received.response))
+        is_about_response = bool(received.response and not request.text)  # It is no new work.
+        candidates = self._engines.candidates(request.model, failed, draining=is_about_response)
         if received.response:
             candidates = self._at_home(received.response, candidates)
         if not candidates:
