@@ -19,7 +19,7 @@ from lmc.router.cut import SEPARATED, Cutter, content_of, with_found
 from lmc.router.document_index import DocumentIndex, ReportedDocument
 from lmc.router.document_reader import DocumentReader
 from lmc.router.document_search import ENTRY_BYTES, DocumentSearch, KnownText, KnownTexts
-from lmc.router.engines import Engine, address
+from lmc.router.engines import Engine, Engines, address
 from lmc.router.follow import Follower
 from lmc.router.policies.documents import Documents
 from lmc.router.policy import Candidate, FoundDocument, PromptRequest
@@ -206,7 +206,7 @@ def test_old_documents_are_forgotten_and_a_tenant_forgets_only_its_own():
 
     def put(owner: str, number: int) -> list[int]:
         tokens = random.Random(f"{owner}{number}").choices(range(1 << 30), k=size)
-        known.put(owner, KnownText(number.to_bytes(8, "big"), "", 0.0, array("I", tokens)))
+        known.put(owner, KnownText(number.to_bytes(8, "big"), array("I", tokens)))
         return tokens
 
     quiet = put("quiet", 0)
@@ -224,7 +224,7 @@ def test_short_texts_count_with_their_entries():
     """A few words between separators counted as some bytes: 300,000 of them took 182 MB, counted as two."""
     known = KnownTexts(100 * ENTRY_BYTES)
     for number in range(1000):
-        known.put("one", KnownText(number.to_bytes(8, "big"), "", 0.0, array("I"), f"word {number}"))
+        known.put("one", KnownText(number.to_bytes(8, "big"), array("I"), f"word {number}"))
     assert len(known) < 100
 
 
@@ -232,7 +232,7 @@ def test_a_tenant_without_documents_has_no_finder():
     known = KnownTexts(400 + ENTRY_BYTES)
     for number in range(100):
         tokens = array("I", random.Random(number).choices(range(1 << 30), k=100))
-        known.put(f"tenant {number:02}", KnownText(b"", "", 0.0, tokens))
+        known.put(f"tenant {number:02}", KnownText(b"", tokens))
         assert len(known.find(f"tenant {number:02}", tokens)) == 1
     assert not known.has_documents("tenant 98")
     assert known.has_documents("tenant 99")
@@ -428,6 +428,30 @@ def test_the_digest_of_a_text_may_become_known_later():
         return digests
 
     assert asyncio.run(find()) == ["", "d", "d"]
+
+
+def test_each_model_has_its_own_digest_of_a_text():
+    """The digest of the model that was read last replaced that of the other one, whose documents counted as missing."""
+    engines = Engines()
+    cards = {"large": ("large", "adapter"), "small": ("small",)}
+    for number, (base, names) in enumerate(cards.items()):
+        engine = engines.add(address(f"http://{number}", names))
+        engine.cards = {name: {"id": name, "parent": None if name == base else base} for name in names}
+    search, document = DocumentSearch(base_of=engines.base_of), TEXTS["alpha"]
+    tokens = {"large": range(800), "small": range(600)}
+
+    def digests() -> dict[str, tuple[str, float]]:
+        requests = [PromptRequest(text=f"q {document}", model=model) for model in ("large", "adapter", "small", "new")]
+        found = {one.model: asyncio.run(search.find(one, by_tokens=False)) for one in requests}
+        return {model: (place.digest, place.size) for model, (place,) in found.items()}
+
+    search.note_reported("", "of large", tokens["large"], document, cards["large"])
+    assert digests() == dict.fromkeys(("large", "adapter", "small", "new"), ("of large", 800))
+    search.note("", content_of(document), "of small", 600, document, "small")
+    assert digests() == {
+        "large": ("of large", 800), "adapter": ("of large", 800), "small": ("of small", 600), "new": ("", 0),
+    }  # fmt: skip
+    search.close()
 
 
 def test_threads_of_searches_end_with_the_router():

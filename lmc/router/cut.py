@@ -22,8 +22,8 @@ from lmc.router.prefix_hashes import CHARACTERS_PER_TOKEN, byte_blocks, chained,
 
 # From a model, a text and a tenant to the digest and the number of tokens of a document, if they are known.
 Find = Callable[[str, str, str], tuple[str, int] | None]
-# Called with each document between separators: tenant, content, digest, number of tokens, and its text or tokens.
-Note = Callable[[str, bytes, str, float, str | Sequence[int]], None]
+# Called with each document between separators: tenant, content, digest, number of tokens, text or tokens, and model.
+Note = Callable[[str, bytes, str, float, str | Sequence[int], str], None]
 
 HOW = SEPARATED, FOUND_BY_TOKENS, FOUND_BY_WORDS = "separators", "tokens", "words"  # how documents in prompts are found
 
@@ -142,7 +142,7 @@ class Cutter:
             digest = tokens_digest(text)
             content = content_of(digest)
             if self.note is not None:
-                self.note(tenant(request), content, digest, len(span), text)
+                self.note(tenant(request), content, digest, len(span), text, request.model)
             document = CutDocument(key_of(content, seed), len(span), span.stop, digest)
             yield range(span.start, span.stop), document
 
@@ -154,7 +154,8 @@ class Cutter:
                 tokenized = self.find and self.find(request.model, part, request.salt)
                 digest, tokens = tokenized or ("", len(stripped) / rate)
                 if self.note is not None:
-                    self.note(tenant(request), content, digest, tokens if digest else 0.0, stripped)
+                    size = tokens if digest else 0.0
+                    self.note(tenant(request), content, digest, size, stripped, request.model)
                 document = CutDocument(key_of(content, seed), tokens, stop / rate, digest)
                 yield range(stop - len(part), stop), document
 

@@ -7,7 +7,7 @@ them in the process that schedules its requests.
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 from urllib.parse import quote
 
@@ -25,9 +25,17 @@ READ_PAUSE_SECONDS = 0.01  # between two documents of an engine
 class DocumentReader:
     """Reads documents of one engine. Used in the thread of the event loop."""
 
-    def __init__(self, search: DocumentSearch, ask: Callable[[str], Awaitable[Any]]) -> None:
-        """`ask` returns the JSON at a path of the engine's administration endpoint. The `search` gets the documents."""
-        self._search, self._ask = search, ask
+    def __init__(
+        self,
+        search: DocumentSearch,
+        ask: Callable[[str], Awaitable[Any]],
+        models: Callable[[], Iterable[str]] = lambda: (),
+    ) -> None:
+        """`ask` returns the JSON at a path of the engine's administration endpoint. The `search` gets the documents.
+
+        `models` returns the engine's models.
+        """
+        self._search, self._ask, self._models = search, ask, models
         self._queue: OrderedDict[str, tuple[str, str]] = OrderedDict()  # tenants and digests by id
         self._wake = asyncio.Event()
 
@@ -52,7 +60,7 @@ class DocumentReader:
                     if "token_ids" not in document:
                         log.info("lmc router: an engine of an earlier version does not return the tokens of documents")
                         return
-                    self._search.note_reported(tenant, digest, document["token_ids"], document["text"])
+                    self._search.note_reported(tenant, digest, document["token_ids"], document["text"], self._models())
             except (aiohttp.ClientError, OSError, ValueError, TypeError, KeyError, OverflowError) as error:
                 log.debug("lmc router: could not read a document: %s", error or type(error).__name__)
             await asyncio.sleep(READ_PAUSE_SECONDS)

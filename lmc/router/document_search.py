@@ -12,7 +12,7 @@ import asyncio
 import re
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -39,12 +39,24 @@ class KnownText:
     """A document of a tenant."""
 
     content: bytes  # identifies its tokens or its text
-    digest: str  # digest of its tokens, as in engines' events; empty while unknown
-    size: float  # number of its tokens; 0 while unknown
     tokens: "array[int]"  # what the finder compares: tokens, or hashes of words
     text: str = ""  # its words, until they are in `tokens`
     is_evicted: bool = False
     is_inserted: bool = False  # whether it is in a finder
+    # The digest of its tokens, as in engines' events, and their number, with the base model that has this tokenizer.
+    names: tuple[tuple[str, str, float], ...] = ()
+
+    def name(self, model: str) -> tuple[str, float]:
+        """Return its digest and its number of tokens for a base model; an empty digest and 0 while they are unknown.
+
+        If all models name it alike, so does an unknown model.
+        """
+        of_model = {name[1:] for name in self.names if name[0] == model} or {name[1:] for name in self.names}
+        return of_model.pop() if len(of_model) == 1 else ("", 0.0)
+
+    def set_name(self, model: str, digest: str, size: float) -> None:
+        """Set its digest and its number of tokens for a base model."""
+        self.names = (*(name for name in self.names if name[0] != model), (model, digest, size))
 
 
 class KnownTexts:
@@ -112,8 +124,12 @@ class KnownTexts:
 class DocumentSearch:
     """Searches prompts in a thread of its own. Used in the thread of the event loop."""
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        """`max_bytes` limits the documents as tokens, and the documents as words."""
+    def __init__(self, max_bytes: int = MAX_BYTES, base_of: Callable[[str], str] = str) -> None:
+        """`max_bytes` limits the documents as tokens, and the documents as words.
+
+        `base_of` returns the base model of a model. Adapters have the tokenizer of their base model.
+        """
+        self._base_of = base_of
         self.by_tokens, self.by_words = KnownTexts(max_bytes), KnownTexts(max_bytes)
         self._thread = ThreadPoolExecutor(1, "lmc-search")
         self._waiting, self._updating = 0, False
@@ -123,28 +139,34 @@ class DocumentSearch:
         """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def note(self, owner: str, content: bytes, digest: str, size: float, text: str | Sequence[int]) -> None:
+    def note(
+        self, owner: str, content: bytes, digest: str, size: float, text: str | Sequence[int], model: str = ""
+    ) -> None:
         """Record a tenant's document, as a text or as tokens.
 
-        `content` identifies the text or the tokens. `digest` and `size` are those of the tokens, if they are known.
+        `content` identifies the text or the tokens. `digest` and `size` are those of the model's tokens, if they are
+        known.
         """
         texts = self.by_words if isinstance(text, str) else self.by_tokens
         document = texts.get(owner, content)
         if document is None:
             words, tokens = (text, array("I")) if isinstance(text, str) else ("", array("I", text))
-            document = KnownText(content, digest, size, tokens, words)
-        elif digest:
-            document.digest, document.size = digest, size
+            document = KnownText(content, tokens, words)
+        if digest:
+            document.set_name(self._base_of(model), digest, size)
         texts.put(owner, document)
         if not (document.is_inserted or self._updating):
             self._updating = True
             self._thread.submit(self._update)
 
-    def note_reported(self, owner: str, digest: str, tokens: Sequence[int], text: str) -> None:
-        """Record a document that an engine reports. The engine returns token ids as its text if it has none."""
-        self.note(owner, content_of(digest), digest, len(tokens), tokens)
-        if text != " ".join(map(str, tokens)):
-            self.note(owner, content_of(text), digest, len(tokens), text.strip())
+    def note_reported(
+        self, owner: str, digest: str, tokens: Sequence[int], text: str, models: Iterable[str] = ()
+    ) -> None:
+        """Record a document that an engine of some models reports. Its text is its token ids if it has none."""
+        for model in set(map(self._base_of, models)) or {""}:
+            self.note(owner, content_of(digest), digest, len(tokens), tokens, model)
+            if text != " ".join(map(str, tokens)):
+                self.note(owner, content_of(text), digest, len(tokens), text.strip(), model)
 
     async def find(self, request: PromptRequest, *, by_tokens: bool) -> Sequence[FoundDocument]:
         """Return the known documents in a prompt, in its order; none if this would take too long."""
@@ -157,7 +179,7 @@ class DocumentSearch:
         self._waiting += 1
         try:
             async with asyncio.timeout(SEARCH_SECONDS):
-                search = self._thread.submit(_found, texts, owner, request, by_tokens)
+                search = self._thread.submit(_found, texts, owner, request, by_tokens, self._base_of(request.model))
                 found = await asyncio.wrap_future(search)
         except TimeoutError:
             self.skipped += 1
@@ -176,7 +198,7 @@ class DocumentSearch:
 
 
 def _found(
-    texts: KnownTexts, owner: str, request: PromptRequest, by_tokens: bool
+    texts: KnownTexts, owner: str, request: PromptRequest, by_tokens: bool, model: str
 ) -> list[tuple[FoundDocument, KnownText]]:
     """Return the documents in a prompt, with their places in its tokens or in its characters."""
     if by_tokens:
@@ -187,8 +209,9 @@ def _found(
     found = []
     for run in texts.find(owner, tokens):
         start, stop = ends[run.at - 1] if run.at else 0, ends[run.at + run.tokens - 1]
-        document, size = run.document, run.document.size if run.whole else 0.0
-        found.append((FoundDocument(start, stop, document.content, document.digest, size, run.whole), document))
+        digest, size = run.document.name(model)
+        place = FoundDocument(start, stop, run.document.content, digest, size if run.whole else 0.0, run.whole)
+        found.append((place, run.document))
     return found
 
 

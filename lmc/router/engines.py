@@ -246,6 +246,11 @@ class Engines:
         """Return whether any engine serves a model, or may serve it."""
         return any(engine.serves(model) for engine in self._engines.values())
 
+    def base_of(self, model: str) -> str:
+        """Return the model to which an adapter belongs, or the model itself."""
+        cards = (engine.cards[model] for engine in self._engines.values() if model in engine.cards)
+        return str(next(cards, {}).get("parent") or model)
+
     def candidates(self, model: str, without: Collection[str] = (), *, draining: bool = False) -> list[Candidate]:
         """Return the engines that may get a request for a model; an empty name stands for any model.
 

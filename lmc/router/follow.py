@@ -96,7 +96,8 @@ class Follower:
             await asyncio.Event().wait()
             return
         log.info("lmc router: following the documents of %s", engine.url)
-        reader = DocumentReader(self._search, partial(self._ask, engine)) if candidate.finds else None
+        ask = partial(self._ask, engine)
+        reader = DocumentReader(self._search, ask, lambda: engine.models) if candidate.finds else None
         reading = asyncio.create_task(reader.run()) if reader is not None else None
         try:
             async for event in stream.batches():

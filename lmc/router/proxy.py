@@ -68,7 +68,8 @@ class Proxy:
         self.answering = 0  # requests in flight
         self._cutter = policy.needs.cutter
         self._special_strings = {} if self._cutter is None else self._cutter.special_strings
-        self.search = DocumentSearch()  # for the documents that the cutter notes and engines report
+        # For the documents that the cutter notes and engines report.
+        self.search = DocumentSearch(base_of=engines.base_of)
         self._homes, self._room = ResponseHomes(), Room(settings.max_held)
 
     async def open(self) -> aiohttp.ClientSession:
