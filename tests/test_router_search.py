@@ -228,6 +228,15 @@ def test_short_texts_count_with_their_entries():
     assert len(known) < 100
 
 
+def test_a_document_has_names_of_a_few_models_only():
+    """A client may name models that do not exist."""
+    document = KnownText(b"", array("I"))
+    for number in range(100):
+        document.set_name(f"model {number}", f"digest {number}", 1.0)
+    assert len(document.names) == 8
+    assert document.name("model 99") == ("digest 99", 1.0)
+
+
 def test_a_tenant_without_documents_has_no_finder():
     known = KnownTexts(400 + ENTRY_BYTES)
     for number in range(100):

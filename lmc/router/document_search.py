@@ -27,6 +27,7 @@ from lmc.router.prefix_hashes import encoded
 
 MAX_BYTES = 64 << 20  # of the documents as tokens, and of the documents as words
 ENTRY_BYTES = 600  # that a document takes besides its tokens; measured with 100,000 short ones
+MAX_NAMES = 8  # models of a document; a client may name any number of them
 SEARCH_SECONDS = 0.05  # that a request waits for a search
 MAX_QUEUED_SEARCHES = 32  # prompts that wait for a search; others are not searched
 MAX_PROMPT_TOKENS, MAX_PROMPT_CHARACTERS = 1 << 18, 1 << 19  # of a prompt that are searched
@@ -56,7 +57,8 @@ class KnownText:
 
     def set_name(self, model: str, digest: str, size: float) -> None:
         """Set its digest and its number of tokens for a base model."""
-        self.names = (*(name for name in self.names if name[0] != model), (model, digest, size))
+        others = [name for name in self.names if name[0] != model]
+        self.names = (*others[1 - MAX_NAMES :], (model, digest, size))
 
 
 class KnownTexts:
