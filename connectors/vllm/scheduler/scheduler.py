@@ -164,6 +164,7 @@ class Scheduler:
         return promised
 
     def _promise(self, state: RequestState, local: int) -> int | None:
+        """See `claim`."""
         request = state.request
         if state.given_up or self.off or request.skip_reading_prefix_cache:
             return 0
