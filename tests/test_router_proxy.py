@@ -16,7 +16,7 @@ from storage_fakes import eventually
 from lmc.blend.markers import Markers
 from lmc.commands.top import complete, top
 from lmc.router.cut import MAX_CHARACTERS
-from lmc.router.engines import BREAKER_FAILURES
+from lmc.router.engines import BREAKER_FAILURES, address
 
 ASK = "/v1/completions"
 
@@ -85,14 +85,26 @@ def test_another_engine_is_asked_if_the_first_is_not_up(status):
         assert built.numbers("retries_total") == 1
 
 
-def test_without_another_engine_the_client_gets_the_status_of_the_only_one():
-    """It got 502, without Retry-After, and a retry was counted."""
-    with house(1) as built:
-        built.echoes[0].refusing = 503
-        answer = built.send(ASK, {"model": "echo", "prompt": "x"})
-        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
-        assert "503" in answer.read().decode()
-        assert built.numbers("retries_total") == 0
+def test_without_another_engine_the_client_gets_the_answer_of_the_last_one():
+    """It got 502, without the engine's reason and Retry-After, and a retry was counted that was not sent."""
+
+    class Busy(EchoEngine):
+        async def __call__(self, scope, receive, send):
+            async def send_later(message):
+                headers = [*message.get("headers", ()), (b"retry-after", b"7")]
+                await send({**message, "headers": headers} if "headers" in message else message)
+
+            await super().__call__(scope, receive, send_later)
+
+    with served(Busy()) as first, served(Busy()) as second, house(0) as built:
+        for retries, engine in enumerate((first, second)):
+            engine.application.refusing = 503
+            built.router.application.engines.add(address(engine.url, ["echo"]))
+            answer = built.send(ASK, {"model": "echo", "prompt": "x"})
+            assert (answer.status, answer.headers["retry-after"]) == (503, "7")
+            assert json.loads(answer.read()) == {"error": {"message": "as asked"}}
+            assert built.numbers("retries_total") == retries
+        assert sorted(engine.breaker.failures for engine in built.router.application.engines) == [1, 2]
 
 
 def test_other_errors_of_an_engine_are_the_clients(two):

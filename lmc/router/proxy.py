@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -182,16 +183,18 @@ class Proxy:
             with self._visit(received, failed) as visit:
                 if not failed:
                     self._metrics.observe(numbers.ROUTING_SECONDS, self._clock() - arrived)
+                is_last = partial(self._is_last, received, {*failed, visit.engine.url})
                 try:
-                    opened = await visit.open(self._connections, client.target, body, headers, client.method)
+                    opened = await visit.open(self._connections, client.target, body, headers, client.method, is_last)
                 except EngineFailed as error:
                     failed.add(visit.engine.url)
                     self._note_failure(visit, error)
                     if error.silent:
                         raise Refusal(504, f"the engine timed out: {self._public_error(visit, error)}") from None
-                    if len(failed) >= self._settings.attempts or not self._others(received, failed):
-                        said = f"all attempts failed; the last error: {self._public_error(visit, error)}"
-                        raise Refusal(error.status, said) from None
+                    if is_last():
+                        raise Refusal(
+                            502, f"all attempts failed; the last error: {self._public_error(visit, error)}"
+                        ) from None
                     self._metrics.count(numbers.RETRIES, visit.engine.url)
                     continue
                 async with opened.answer:
@@ -286,9 +289,11 @@ class Proxy:
         finally:
             visit.ended()
 
-    def _others(self, received: Received, failed: set[str]) -> list[Candidate]:
-        """Return the engines to which a request can be sent after others have failed."""
-        return [] if received.response else self._engines.candidates(received.request.model, failed)
+    def _is_last(self, received: Received, failed: set[str]) -> bool:
+        """Return whether a request can be sent to no other engine after these."""
+        if received.response or len(failed) >= self._settings.attempts:
+            return True
+        return not self._engines.candidates(received.request.model, failed)
 
     def _at_home(self, response: str, candidates: list[Candidate]) -> list[Candidate]:
         """Return the engine that made a response. Raises `Refusal` if it is unknown or unavailable."""
@@ -327,7 +332,10 @@ class Proxy:
     ) -> None:
         """Forward an answer to the client as it arrives."""
         answer, now = opened.answer, self._clock()
-        visit.engine.breaker.succeeded()
+        if visit.answered:
+            visit.engine.breaker.succeeded()
+        else:
+            self._note_failure(visit, EngineFailed(visit.engine, f"{answer.status} {answer.reason}"))
         self._metrics.observe(numbers.FIRST_BYTE, now - arrived)
         if visit.alone and answer.content_type == STREAM_TYPE:
             visit.engine.measured(visit.cost, now - visit.began)

@@ -28,9 +28,7 @@ TOKENS_FROM_FIELD = re.compile(rb'(?<!\\)"tokens_from":\s*(\{[^{}]{0,500}\})')
 class EngineFailed(Exception):
     """An engine did not answer, or its answer broke off."""
 
-    def __init__(self, engine: Engine, cause: object, status: int = 502) -> None:
-        """`status` is that of the answer to a client if no other engine can answer."""
-        self.status = status
+    def __init__(self, engine: Engine, cause: object) -> None:
         self.ended = has_ended(cause)
         # A silent engine may still be computing the request. Sending it to a second engine would compute it twice.
         self.silent = isinstance(cause, aiohttp.SocketTimeoutError)
@@ -60,19 +58,29 @@ class Visit:
     waiting: bool = True  # whether the cost is in the engine's backlog
 
     async def open(
-        self, session: aiohttp.ClientSession, target: str, body: bytes, headers: CIMultiDict[str], method: str = "POST"
+        self,
+        session: aiohttp.ClientSession,
+        target: str,
+        body: bytes,
+        headers: CIMultiDict[str],
+        method: str = "POST",
+        is_last: Callable[[], bool] = lambda: False,
     ) -> Opened:
-        """Send a request, and wait for the first bytes of the answer. Raises `EngineFailed` if the engine fails."""
+        """Send a request, and wait for the first bytes of the answer. Raises `EngineFailed` if the engine fails.
+
+        If `is_last`, because no other engine can answer, the error of an engine that is down is returned as an answer.
+        """
         url = URL(self.engine.url + target, encoded=True)
         with ExitStack() as on_failure:
             async with self.while_up():
                 answer = await session.request(method, url, data=body or None, headers=headers, allow_redirects=False)
                 on_failure.callback(answer.close)
-                if answer.status in RETRIED_STATUSES:
-                    raise EngineFailed(self.engine, f"{answer.status} {answer.reason}", answer.status)
+                is_down = answer.status in RETRIED_STATUSES
+                if is_down and not is_last():
+                    raise EngineFailed(self.engine, f"{answer.status} {answer.reason}")
                 first = await answer.content.readany()
             on_failure.pop_all()
-        self.answered = True
+        self.answered = not is_down
         return Opened(answer, first)
 
     @asynccontextmanager
