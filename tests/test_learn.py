@@ -605,6 +605,8 @@ def test_what_the_server_has_lost_is_learned_again(server: Any, tmp_path: Path) 
         assert (code, learned in out) == (0, True)
     del server.answers["/metrics"]
     address = f"/v1/documents?limit={1 << 30}"
+    server.answers[address] = 400, {"error": "limit is above 100000"}
+    assert "limit is above 100000" in lmc(*words)[1].replace("\n", " "), "not that it does not respond"
     server.answers[address] = 200, {"documents": [{"id": "0a", "places": ["host"]}]}
     assert "could not check" not in lmc(*words)[1]
     for gone in ([], [{"id": "0a", "places": []}]):

@@ -95,12 +95,10 @@ class ServerLearner:
             return Stored(failed=str(facts.get("note") or "the server gave no reason"))
         return Stored(ids=tuple(facts.get("documents", ())))
 
-    def stored(self) -> set[str] | None:
-        """Return the ids of all stored documents; None if they cannot be queried."""
-        with suppress(InputError):
-            listed = self._admin.ask(f"/v1/documents?limit={1 << 30}")["documents"]
-            return {document["id"] for document in listed if document["places"]}
-        return None
+    def stored(self) -> set[str]:
+        """Return the ids of all stored documents. Raises `Unreachable` or `Refused` if they cannot be queried."""
+        listed = self._admin.ask(f"/v1/documents?limit={1 << 30}")["documents"]
+        return {document["id"] for document in listed if document["places"]}
 
     def retain(self, document: Document, ids: Sequence[str], retention: Retention) -> None:
         """Pin the stored documents of a text, or set their time limit. Raises `InputError` if that is impossible."""
@@ -190,7 +188,7 @@ class ModelLearner:
         reason = "" if stored else "it contains special tokens of the model, as a conversation does: remove them"
         return Stored(tuple(known.id for known in stored), reason)
 
-    def stored(self) -> set[str] | None:
+    def stored(self) -> set[str]:
         """See `ServerLearner`."""
         engine = self._cached.engine
         return {document.id for document in engine.known.list() if all(engine.lookup(document.keys))}

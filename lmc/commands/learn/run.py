@@ -13,7 +13,7 @@ from lmc.commands.learn.learners import Learner, Retention, Stored
 from lmc.commands.learn.manifest import Manifest
 from lmc.documents.sources import Corpus, Document
 from lmc.errors import InputError
-from lmc.http.client import Unreachable
+from lmc.http.client import Refused, Unreachable
 from lmc.terminal import all_of, console, counted
 
 SAMPLED_DOCUMENTS = 16  # approximate number of documents whose tokens are counted before the run
@@ -73,7 +73,14 @@ class LearnRun:
 
         Returns a note if the server cannot report which documents are missing, otherwise an empty string.
         """
-        stored = learner.stored() if self._old else set()
+        stored: set[str] | None = None
+        unknown = ""
+        try:
+            stored = learner.stored() if self._old else set()
+        except Unreachable:
+            unknown = "LMC_ADMIN does not respond (--admin)"
+        except Refused as error:
+            unknown = f"LMC_ADMIN answered: {error}"
         if stored is None and (held_tokens := learner.held()) and not any(held_tokens.values()):
             stored = set()  # It restarted without a disk, or reports 0 until its first request.
         for document in self._old:
@@ -82,8 +89,7 @@ class LearnRun:
                 self.new.append(document)
             elif self.retention:
                 learner.retain(document, ids, self.retention)
-        unknown = "could not check whether the server still has them, because LMC_ADMIN does not respond (--admin)"
-        return unknown if stored is None else ""
+        return f"could not check whether the server still has them, because {unknown}" if stored is None else ""
 
     def too_many(self, learner: Learner, share: float, chunk_size: int) -> str:
         """Return a warning if the new documents will not all fit, otherwise an empty string.
