@@ -47,6 +47,10 @@ class Recall:
         """Whether all chunks were read."""
         return not self._thread.is_alive()
 
+    def wait(self) -> None:
+        """Wait until all chunks were read."""
+        self._thread.join()
+
     def stop(self) -> None:
         """End the reading. Nothing is taken any more after this returns; the thread may wait for the store longer."""
         with self._mutex:

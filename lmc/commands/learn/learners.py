@@ -191,6 +191,7 @@ class ModelLearner:
     def stored(self) -> set[str]:
         """See `ServerLearner`."""
         engine = self._cached.engine
+        engine.recall.wait()
         return {document.id for document in engine.known.list() if all(engine.lookup(document.keys))}
 
     def retain(self, document: Document, ids: Sequence[str], retention: Retention) -> None:
