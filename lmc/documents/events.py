@@ -72,6 +72,7 @@ class DocumentEvents:
         if ended is not None:
             for part in ended.keys:
                 self._owners[part][ended.id] = ended
+                self._unknown.pop((part, medium), None)
         for document in list(self._owners[key].values()):
             complete = present.issuperset(document.keys)
             announced = (medium, document.id) in self._announced
