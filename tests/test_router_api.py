@@ -137,7 +137,7 @@ def test_a_page_may_send_what_the_engine_allows(path):
 
 
 def test_a_token_in_a_preflight_ends_at_the_router():
-    """Browsers send none there, and nobody checks it."""
+    """Browsers send none there, and the router does not check it."""
     with house(1, client_tokens=frozenset(("first",))) as built:
         assert preflight(built, ASK, authorization="Bearer first").status == 200
         assert "authorization" not in built.echoes[0].seen[-1]["headers"]

@@ -40,7 +40,7 @@ from lmc.server import http_api
 from lmc.server.events import Events
 from lmc.server.http_api import application
 from lmc.server.overview import Overview
-from lmc.server.quotas import Quota, Quotas
+from lmc.server.quotas import Quotas
 from lmc.shapes import GIB
 from lmc.storage.change_log import ChangeLog
 from lmc.storage.contract import ChunkStore
@@ -726,10 +726,10 @@ def test_a_cache_salt_that_is_given_as_a_tenant_is_refused(service):
 
 
 def test_quotas_hold_for_the_next_server(tmp_path):
-    Quotas(ChangeLog(), tmp_path).set(Quota(model="m", bytes=5))
+    Quotas(ChangeLog(), tmp_path).change("m", None, bytes=5)
     assert [(one.model, one.tenant, one.bytes) for one, _ in Quotas(ChangeLog(), tmp_path).all()] == [("m", None, 5)]
     with pytest.raises(InputError, match="Unicode"):
-        Quotas(ChangeLog(), tmp_path).set(Quota(model="\ud800", bytes=5))
+        Quotas(ChangeLog(), tmp_path).change("\ud800", None, bytes=5)
     assert len(Quotas(ChangeLog(), tmp_path).all()) == 1
     (tmp_path / "quotas.json").write_text("[{]")
     assert Quotas(ChangeLog(), tmp_path).all() == []

@@ -393,15 +393,20 @@ def test_a_tier_that_hangs_in_a_read_delays_no_other_and_its_chunks_become_misse
     assert get(store, K1) == expected(K1)
 
 
-def test_a_record_is_deleted_when_its_tier_is_usable_again(make, monkeypatch):
-    """It stayed, nobody said so, and the removed document was found again after the outage."""
-    monkeypatch.setattr(writer, "RETRY_SECONDS", 0.01)
-    away = Away(named("remote"))
-    store = make(away)
+def forget_while_away(store, away):
+    """Store a chunk, and forget it while the tier that has it is not usable."""
     put(store, K0)
     store.flush()
     away.usable = False
     store.forget(K0)
+
+
+def test_a_record_is_deleted_when_its_tier_is_usable_again(make, monkeypatch):
+    """It stayed without a word in the log, and the removed document was found again after the outage."""
+    monkeypatch.setattr(writer, "RETRY_SECONDS", 0.01)
+    away = Away(named("remote"))
+    store = make(away)
+    forget_while_away(store, away)
     assert K0 in away.inner.records
     assert store.lookup([K0]) == [None]
     away.usable = True
@@ -415,10 +420,7 @@ def test_a_chunk_that_is_stored_again_is_not_deleted_later(make, monkeypatch):
     monkeypatch.setattr(writer, "RETRY_SECONDS", 3600.0)
     away = Away(named("remote"))
     store = make(away, slots=1)
-    put(store, K0)
-    store.flush()
-    away.usable = False
-    store.forget(K0)
+    forget_while_away(store, away)
     away.usable = True
     put(store, K0)
     store.close()
@@ -428,10 +430,7 @@ def test_a_chunk_that_is_stored_again_is_not_deleted_later(make, monkeypatch):
 def test_records_that_could_not_be_deleted_are_counted_when_the_store_is_closed(make, caplog):
     away = Away(named("remote"))
     store = make(away)
-    put(store, K0)
-    store.flush()
-    away.usable = False
-    store.forget(K0)
+    forget_while_away(store, away)
     store.close()
     assert "1 records could not be deleted from tier remote" in caplog.text
 

@@ -77,7 +77,7 @@ def parse_remote_url(url: str) -> RemoteURL:
 
     Raises `ValueError` for an invalid URL. The message contains neither the URL nor a password.
     """
-    if "#" in url:  # A part after it is no part of an address, and would be dropped.
+    if "#" in url:  # What follows it would be dropped.
         raise ValueError(NUMBER_SIGN)
     scheme, mark, _ = url.strip().partition("://")
     if mark and scheme.lower() in STORES:

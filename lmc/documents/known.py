@@ -93,9 +93,7 @@ class KnownDocuments:
         with self._mutex:
             document, name = self._noted(namespace, tokens, keys, model, tenant), keys[-1].hex()
             document.uses, document.used, document.removed = document.uses + used, time.time(), ""
-            self._documents.move_to_end(name)
-            self._forgettable[name] = None
-            self._forgettable.move_to_end(name)
+            self._queue(name, newest=True)
             while self._tokens > MAX_KNOWN_TOKENS and len(self._forgettable) > 1:
                 oldest, _ = self._forgettable.popitem(last=False)
                 if not self._documents[oldest].kept:
@@ -121,7 +119,8 @@ class KnownDocuments:
     ) -> KnownDocument | None:
         """Record a document that an earlier process has learned, last `used` at a time in seconds since 1970.
 
-        A document that was not known becomes the least recently used one. Returns None if there is no room for it.
+        A document that was not known becomes the least recently used one. Returns None for one that exceeds
+        `MAX_KNOWN_TOKENS`.
         """
         with self._mutex:
             is_new = keys[-1].hex() not in self._documents
@@ -131,9 +130,7 @@ class KnownDocuments:
             document.name = document.name or name
             if is_new:
                 document.used = used or document.used
-                self._documents.move_to_end(document.id, last=False)
-                self._forgettable[document.id] = None
-                self._forgettable.move_to_end(document.id, last=False)
+                self._queue(document.id, newest=False)
             return document
 
     def use(self, keys: Iterable[ChunkKey]) -> None:
@@ -248,6 +245,12 @@ class KnownDocuments:
             document.model, document.tenant = model, tenant
             self._by_tenant.setdefault(tenant, {})[name] = document
         return document
+
+    def _queue(self, name: str, *, newest: bool) -> None:
+        """Make a document the most or the least recently used one."""
+        self._documents.move_to_end(name, last=newest)
+        self._forgettable[name] = None
+        self._forgettable.move_to_end(name, last=newest)
 
     def _finder(self, namespace: bytes) -> DocumentFinder[KnownDocument]:
         """Return the finder of a namespace, with its new documents."""

@@ -266,8 +266,8 @@ class Proxy:
     def _visit(self, received: Received, failed: set[str]) -> Iterator[Visit]:
         """Choose an engine, and count the request there until the block ends."""
         request = received.request
-        is_about_response = bool(received.response and not request.text)  # It is no new work.
-        candidates = self._engines.candidates(request.model, failed, draining=is_about_response)
+        is_new_work = bool(not received.response or request.text)  # Reading and cancelling a stored response is not.
+        candidates = self._engines.candidates(request.model, failed, draining=not is_new_work)
         if received.response:
             candidates = self._at_home(received.response, candidates)
         if not candidates:

@@ -68,33 +68,26 @@ class Quotas(Weights):
         """See `Weights.of_tenant`."""
         return self.get(model, tenant).weight * self.get(None, tenant).weight
 
-    def set(self, quota: Quota) -> None:
-        """Set the memory limit and the weight for a model, a tenant, or a tenant with one model.
+    def change(self, model: str | None, tenant: str | None, **values: Any) -> None:
+        """Set the memory limit or the weight for a model, a tenant, or a tenant with one model, and keep the other.
 
         Raises `InputError` for a name that is not valid Unicode text.
         """
         with self._mutex:
-            self._set(quota)
-
-    def change(self, model: str | None, tenant: str | None, **values: Any) -> None:
-        """Set some fields of a quota, and keep the others; see `set`."""
-        with self._mutex:
-            self._set(msgspec.structs.replace(self.get(model, tenant), **values))
-
-    def _set(self, quota: Quota) -> None:
-        others = [other for other in self._quotas if (other.model, other.tenant) != (quota.model, quota.tenant)]
-        is_default = quota == Quota(model=quota.model, tenant=quota.tenant)
-        quotas = (*others, *(() if is_default else (quota,)))
-        try:
-            encoded = msgspec.json.encode(quotas)
-        except UnicodeEncodeError:
-            raise InputError("names of models and tenants must be valid Unicode text") from None
-        self._quotas = quotas
-        if self._file is not None:
+            quota = msgspec.structs.replace(self.get(model, tenant), **values)
+            others = [other for other in self._quotas if (other.model, other.tenant) != (model, tenant)]
+            is_default = quota == Quota(model=model, tenant=tenant)
+            quotas = (*others, *(() if is_default else (quota,)))
             try:
-                replace_text(self._file, encoded.decode())
-            except OSError as error:
-                log.warning("cannot write %s (%s): quotas will end with this server", self._file, error.strerror)
+                encoded = msgspec.json.encode(quotas)
+            except UnicodeEncodeError:
+                raise InputError("names of models and tenants must be valid Unicode text") from None
+            self._quotas = quotas
+            if self._file is not None:
+                try:
+                    replace_text(self._file, encoded.decode())
+                except OSError as error:
+                    log.warning("cannot write %s (%s): quotas will end with this server", self._file, error.strerror)
 
     def excess(self, model: str, tenant: str, size: int) -> list[tuple[Quota, int]]:
         """Return the quotas that `size` more bytes of an owner would exceed, and the excess of each in bytes."""

@@ -51,7 +51,7 @@ LIST_SECONDS = 30.0  # deadline for one answer
 PAUSE_SECONDS = 30.0  # Writing pauses for this time after a refusal.
 SAID_EVERY = 600.0  # seconds between two warnings about refused writes
 UNFINISHED = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX) + r"#\d+")  # a file that is being written to a directory
-UNFINISHED_SECONDS = 3600.0  # after which nobody writes it any more
+UNFINISHED_SECONDS = 3600.0  # A writer that has not finished a file by then was killed.
 
 
 class _Announced(threading.local):
