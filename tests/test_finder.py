@@ -10,7 +10,9 @@ from amount import some
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmc.documents.finder import BLOCK, STRIDE, WHOLE, DocumentFinder
+from lmc.documents.block_table import _Table
+from lmc.documents.finder import BLOCK, STRIDE, WHOLE, DocumentFinder, FoundRun
+from lmc.documents.finder import _equal as measured
 from lmc.documents.known import KnownDocuments
 from lmc.keys import document_keys
 
@@ -123,11 +125,79 @@ def test_a_removed_document_is_not_found_and_can_come_back_any_number_of_times()
 def test_a_prompt_of_one_repeated_phrase_is_searched_in_bounded_time(period, monkeypatch):
     """In a line of dashes, each window would be a hit in each other line of dashes."""
     compared = []
-    monkeypatch.setattr("lmc.documents.finder._runs_at", lambda *args: compared.append(args) or [])
+    monkeypatch.setattr(
+        "lmc.documents.finder._run_around",
+        lambda prompt, document, at, first: compared.append(at) or FoundRun(at, document, first, 0),
+    )
     phrase = [7 + i for i in range(period)]
     finder = knowing([Text.of((phrase * 400)[: 300 + i]) for i in range(100)])
     finder.find((phrase * 16_000)[:16_000])
-    assert len(compared) <= 64 + 16_000 // 64
+    assert len(compared) <= 64 + 16_000 // 16
+
+
+@pytest.mark.parametrize("tokens", [40, 50])
+def test_each_of_many_short_documents_in_one_prompt_is_found(tokens):
+    documents = texts(random.Random(9), 500, tokens)
+    prompt = [token for document in documents for token in [*document.tokens, 7]]
+    assert [document for _, document, *_ in places(knowing(documents), prompt)] == documents
+
+
+def test_rows_that_are_alike_are_compared_only_around_their_hits(monkeypatch):
+    """Rows of a log have much in common, and each of the prompt's is like each of the document's."""
+    dice, compared = random.Random(10), []
+    monkeypatch.setattr(
+        "lmc.documents.finder._equal", lambda one, two: compared.append(measured(one, two)) or compared[-1]
+    )
+    row = dice.choices(range(100_000), k=24)
+
+    def rows(count):
+        return [token for _ in range(count) for token in [*row, *dice.choices(range(100_000), k=6)]]
+
+    assert places(knowing([Text.of(rows(1000))]), rows(500)) == []
+    assert sum(compared) < 4 * 500 * 30
+
+
+def test_a_table_that_grows_moves_a_bounded_number_of_blocks_at_once(monkeypatch):
+    moved, take = [], _Table.take
+    monkeypatch.setattr(
+        _Table, "take", lambda table, start, stop: moved.append(stop - start) or take(table, start, stop)
+    )
+    dice, finder, documents = random.Random(11), DocumentFinder(), []
+    for _ in range(60):
+        documents += (new := texts(dice, 25))
+        finder.insert(new)
+        for known in dice.sample(documents, 3):
+            assert places(finder, known.tokens) == [(0, known, 0, 400)]
+    assert max(moved) <= 2 * 25 * 12
+    assert len(moved) > 5
+    for gone in documents[::2]:
+        finder.remove(gone)
+    assert places(finder, documents[0].tokens) == []
+    assert all(places(finder, kept.tokens) == [(0, kept, 0, 400)] for kept in documents[1::200])
+
+
+def test_removed_documents_make_room_for_new_ones():
+    dice, finder = random.Random(12), DocumentFinder()
+    documents = texts(dice, 300)
+    finder.insert(documents)
+    size = finder.bytes
+    for _ in range(3000):
+        finder.remove(documents.pop(0))
+        documents += (new := texts(dice, 1, 100))
+        finder.insert(new)
+    assert finder.bytes <= 2 * size
+    assert len(finder) == 300
+    assert all(places(finder, document.tokens) == [(0, document, 0, 100)] for document in documents)
+
+
+def test_a_document_of_many_blocks_is_found_at_its_end_until_it_is_removed():
+    dice = random.Random(13)
+    (long,), (other,) = texts(dice, 1, 100_000), texts(dice, 1)
+    finder = knowing([long, other])
+    assert places(finder, long.tokens[90_000:90_300]) == [(0, long, 90_000, 300)]
+    assert places(finder, long.tokens) == [(0, long, 0, 100_000)]
+    finder.remove(long)
+    assert (places(finder, long.tokens), len(finder)) == ([], 1)
 
 
 def test_the_finder_keeps_to_its_size():
@@ -200,3 +270,5 @@ def test_tenants_without_documents_take_no_memory(monkeypatch):
     known.note(b"has one", tokens, document_keys(b"has one", tokens, 256))
     assert [len(known.find(namespace, tokens, 64)) for namespace in (b"a", b"b", b"has one", b"c")] == [0, 0, 1, 0]
     assert len(made) == 1
+    known.remove(known.list(), "by a user")
+    assert not known._finders

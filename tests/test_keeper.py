@@ -71,6 +71,35 @@ def others(engine, count):
         learn(engine, [5000 + number * 20 + i for i in range(20)])
 
 
+def test_removing_a_version_of_a_text_keeps_the_chunks_of_the_other_one(tmp_path):
+    """Both versions begin with the same chunk."""
+    with closing(engine_of(tmp_path)) as engine:
+        old, new = learn(engine, A), learn(engine, [*A[:CHUNK], 7, 8, 9])
+        assert old.keys[0] == new.keys[0]
+        engine.keeper.remove([old])
+        assert (all(places(engine, new.tokens.tolist())), any(places(engine, A)[1:])) == (True, False)
+        engine.keeper.remove([new])
+        assert not any(places(engine, new.tokens.tolist()))
+
+
+def test_a_removed_document_hides_no_other_one_with_its_text_until_it_is_learned_again(tmp_path):
+    text = list(range(900, 1000))
+    with closing(engine_of(tmp_path, slots=32, records=32, enable_blending=True)) as engine:
+        namespace = engine.namespace(RecordKind.DOCUMENT)
+        old, new = learn(engine, [1, *text]), learn(engine, [*range(50), *text])
+
+        def holder():
+            return [run.document for run in engine.known.find(namespace, [5, *text, 6], 64)]
+
+        assert holder() == [old]
+        engine.keeper.remove([old])
+        assert holder() == [new]
+        engine.keeper.remove([new])
+        assert holder() == []
+        assert learn(engine, [1, *text]) is old
+        assert holder() == [old]
+
+
 def test_a_pinned_document_survives_others_and_a_restart(tmp_path):
     with closing(engine_of(tmp_path)) as engine:
         learn(engine, B)

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -181,6 +182,19 @@ def test_a_glob_chooses_files_of_a_directory(tmp_path: Path) -> None:
     corpus = read_documents(str(tmp_path), patterns=["**/*.log", "below/*"])
     assert corpus.documents == [Document("b.log", "b"), Document("below/c.jsonl:1", "c")]
     assert (corpus.skipped, corpus.notes) == ({}, [])
+    (tmp_path / "other/below/deep").mkdir(parents=True)
+    for name in ("other/below/e.md", "other/below/deep/f.md"):
+        (tmp_path / name).write_text(name)
+
+    def found(*patterns: str) -> list[str]:
+        return [document.id for document in read_documents(str(tmp_path), patterns=patterns).documents]
+
+    assert found("below/*") == ["below/c.jsonl:1"]
+    assert found("other/**/*.md") == ["other/below/deep/f.md", "other/below/e.md"]
+    assert found("*.md") == ["a.md", "other/below/deep/f.md", "other/below/e.md"]
+    assert found("**") == ["a.md", "b.log", "below/c.jsonl:1", "other/below/deep/f.md", "other/below/e.md"]
+    with pytest.raises(InputError, match="--glob is empty"):
+        found("")
     with pytest.raises(InputError, match="leave --glob out"):
         read_documents(str(tmp_path / "a.md"), patterns=["*"])
 
@@ -465,6 +479,22 @@ def test_what_size_cannot_read_is_said(tmp_path: Path) -> None:
         ),
         (
             {
+                "model_type": "falcon", "architectures": ["FalconForCausalLM"], "num_hidden_layers": 32,
+                "num_attention_heads": 71, "hidden_size": 4544, "multi_query": True,
+            },
+            8192,
+            "FalconForCausalLM",
+        ),
+        (
+            {
+                "model_type": "falcon", "architectures": ["FalconForCausalLM"], "num_hidden_layers": 60,
+                "num_attention_heads": 128, "hidden_size": 8192, "num_kv_heads": 8, "new_decoder_architecture": True,
+            },
+            122880,
+            "FalconForCausalLM",
+        ),
+        (
+            {
                 "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32,
                 "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096,
             },
@@ -559,7 +589,28 @@ def test_an_interrupted_run_says_how_to_go_on_and_what_it_waits_for(
     with Manifest(tmp_path / "learned.jsonl") as manifest, pytest.raises(KeyboardInterrupt):
         LearnRun(Corpus(documents), manifest, Retention(pinned=False, ttl=None)).learn(Slow(), 2)  # type: ignore[arg-type]
     said = "0 of 2 documents were learned; run the same command again to continue; waiting for 1 document in flight"
-    assert capfd.readouterr().err == f"{said}\n"
+    assert capfd.readouterr().err == f"{said} (Ctrl-C: leave)\n"
+
+
+def test_a_second_interruption_leaves_the_documents_in_flight(tmp_path: Path) -> None:
+    program = """if True:
+        import os, signal, sys, threading
+        from pathlib import Path
+        from lmc.commands.learn import manifest, run
+        from lmc.documents.sources import Corpus, Document
+
+        class Hanging:
+            def learn(self, document):
+                threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+                threading.Timer(1, os.kill, [os.getpid(), signal.SIGINT]).start()
+                threading.Event().wait()
+
+        with manifest.Manifest(Path(sys.argv[1])) as learned:
+            run.LearnRun(Corpus([Document("one", "one")]), learned, run.Retention(False, None)).learn(Hanging(), 1)
+    """
+    command = [sys.executable, "-c", program, str(tmp_path / "m")]
+    ended = subprocess.run(command, timeout=60, capture_output=True, check=False)
+    assert ended.returncode == 130, ended.stderr
 
 
 def test_to_learn_again_forgets_nothing_before_something_is_learned(tmp_path: Path) -> None:

@@ -136,6 +136,13 @@ def test_an_option_that_the_library_does_not_know_is_named():
         opened(Settings(remote_url="s3://chunks/kv?nonsense=1"))
 
 
+@pytest.mark.parametrize("option", ["allow_http=true", "timeout=5s", "http2_only=true"])
+def test_an_option_of_the_client_is_refused_by_name(option):
+    """The library would panic."""
+    with pytest.raises(ConfigError, match=f"{option.split('=')[0]} cannot be set there"):
+        opened(Settings(remote_url=f"s3://chunks/kv?region=x&{option}"))
+
+
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "lmc.storage.tiers.objects", None)
     with pytest.raises(ConfigError, match="pip install obstore cachetools"):

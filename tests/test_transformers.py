@@ -435,11 +435,31 @@ def test_a_cache_of_other_tokens_is_never_stored(cached: CachedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", [{"num_beams": 2}, {"num_return_sequences": 2}, {"return_dict_in_generate": True}, {"use_cache": False}]
+    "option",
+    [
+        *({"num_beams": 2}, {"num_return_sequences": 2}, {"return_dict_in_generate": True}, {"use_cache": False}),
+        *({"prompt_lookup_num_tokens": 3}, {"assistant_model": object()}, {"cache_implementation": "static"}),
+        {"attention_mask": torch.ones(1, 10)},
+    ],
 )
 def test_options_that_need_other_caches_are_refused_by_name(cached: CachedModel, option: dict) -> None:
     with pytest.raises(InputError, match=next(iter(option))):
         cached.generate(random_tokens(10, 1), "full", **option)
+
+
+@pytest.mark.parametrize("option", [{"use_cache": False}, {"num_beams": 3}, {"cache_implementation": "static"}])
+def test_a_generation_config_with_other_caches_changes_no_answer(option: dict) -> None:
+    """Checkpoints that were saved after training often have `use_cache: false`."""
+    model, ids, given = random_model(), random_tokens(40, 1), {"max_new_tokens": 8, "do_sample": False}
+    usual = model.generate(torch.tensor([ids]), **given)[0].tolist()[40:]
+    for name, value in option.items():
+        setattr(model.generation_config, name, value)
+    with CachedModel(model, settings(), SEPARATOR) as cached:
+        assert cached.generate(ids, "exact", **given)[0] == usual
+        turn = [*ids, *usual, 5, 6]
+        exact, full = cached.prefill(turn, "exact"), cached.prefill(turn, "full")
+        assert exact.report.exact >= 40
+        torch.testing.assert_close(exact.logits, full.logits, atol=1e-4, rtol=0)
 
 
 def test_a_conversation_that_outgrows_the_model_still_gets_its_answer() -> None:

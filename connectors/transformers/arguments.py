@@ -7,15 +7,18 @@ from typing import Any
 from lmc.blend.markers import Markers
 from lmc.errors import ConfigError, InputError
 
-# Options of model.generate that do not work with one prefilled cache unless they have these values.
-ONE_SEQUENCE = {
+# Options of model.generate that must have these values, also where the model's generation config has others. One
+# sequence continues a prefilled cache. Without `use_cache`, and with speculation, transformers computes a prefilled
+# prompt a second time at wrong positions.
+CONTINUES = {
     "num_beams": 1,
     "num_return_sequences": 1,
     "return_dict_in_generate": False,
     "use_cache": True,
-    "cache": None,
-    "past_key_values": None,
+    "cache_implementation": None,
+    "prompt_lookup_num_tokens": None,
 }
+GIVEN = "cache", "past_key_values", "attention_mask", "assistant_model"  # are not for the caller to give
 
 
 def checked_tokens(token_ids: Any, name: str, positions: int, vocabulary: int) -> list[int]:
@@ -54,7 +57,10 @@ def checked_markers(separators: Markers | Sequence[int], vocabulary: int) -> Mar
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise `InputError` for options of generation that cannot continue a prefilled cache."""
-    refused = [name for name, fine in ONE_SEQUENCE.items() if options.get(name, fine) != fine]
+    refused = [name for name, fine in CONTINUES.items() if options.get(name, fine) != fine]
+    refused += [name for name in GIVEN if options.get(name) is not None]
     if refused:
-        names = ", ".join(refused)
-        raise InputError(f"generate does not support {names}: call model.generate with a prefilled cache instead")
+        reason = (
+            "it continues one sequence after a prefilled prompt. Leave them out, or call model.generate without lmc"
+        )
+        raise InputError(f"generate does not support {', '.join(refused)}: {reason}")

@@ -96,6 +96,13 @@ def model_facts(name: str | Path, dtype: str | None = None) -> ModelFacts:
     )
 
 
+def _falcon_kv_heads(config: Any) -> int | None:
+    """Return the number of KV heads as Falcon's configurations give it; None for other models."""
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return 1
+    return getattr(config, "num_kv_heads", None)
+
+
 def is_latent(config: Any) -> bool:
     """Return whether the layers of a model keep latent vectors instead of keys and values for each head (MLA)."""
     return bool(getattr(config, "kv_lora_rank", None))
@@ -104,7 +111,7 @@ def is_latent(config: Any) -> bool:
 def shape_of(config: Any, dtype: torch.dtype) -> KVShape:
     """Return the shape of a token's KV, from the configuration of a text model."""
     heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or _falcon_kv_heads(config) or heads
     key_dim = value_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     if is_latent(config):
         kv_heads, key_dim, value_dim = 1, config.qk_rope_head_dim, config.kv_lora_rank

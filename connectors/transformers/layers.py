@@ -46,6 +46,9 @@ def _attention(
 AttentionInterface.register(NAME, _attention)
 
 
+BODY = "embed_tokens", "layers", "norm", "rotary_emb"  # what lmc calls of a model
+
+
 class LatentRows:
     """Stands for the cache of a layer with MLA, and catches what the layer would keep of its rows."""
 
@@ -79,11 +82,13 @@ class DecoderLayers:
 
     def __init__(self, model: Any) -> None:
         """Examine a model. Raises `UnsupportedModel` if lmc cannot run its layers exactly."""
-        config = model.config
+        config = model.config.get_text_config(decoder=True)
+        if not hasattr(config, "num_hidden_layers"):
+            raise UnsupportedModel(f"models of type {model.config.model_type!r} cannot be blended with transformers")
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         if others := sorted(set(kinds) - KINDS):
             raise UnsupportedModel(f"models with layers of the kind {others[0]} cannot be blended with transformers")
-        if not all(hasattr(getattr(model, "model", None), name) for name in ("embed_tokens", "layers", "rotary_emb")):
+        if not all(hasattr(getattr(model, "model", None), name) for name in BODY):
             raise UnsupportedModel(f"models of type {config.model_type!r} cannot be blended with transformers")
         check_rope(getattr(config, "rope_parameters", None) or {})
         self._config, self._model, self._body, self._layers = config, model, model.model, model.model.layers

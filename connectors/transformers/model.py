@@ -30,7 +30,7 @@ from lmc.blend.markers import Markers
 from lmc.blend.segments import Segments, split
 from lmc.blend.strategies import BLIND_REUSE, RecomputePolicy
 from lmc.config.settings import Settings
-from lmc.connectors.transformers.arguments import check_options, checked_markers, checked_tokens
+from lmc.connectors.transformers.arguments import CONTINUES, check_options, checked_markers, checked_tokens
 from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.hf import cache_argument, cache_of, forward, identity, load, prefilled, rows_of
 from lmc.connectors.transformers.layers import DecoderLayers
@@ -177,6 +177,8 @@ class CachedModel(AbstractContextManager["CachedModel"]):
             raise InputError(
                 f"the cache has {contents}, but {len(tokens)} tokens were given: pass the tokens of this cache"
             )
+        if any(layer.keys.shape[-2] < length for layer in cache.layers):
+            raise InputError("a layer of the cache has only the last tokens of its window: pass the cache of a prefill")
         return self._store_exact(tokens[:length], self._rows_of(cache))
 
     # -- prefilling --------------------------------------------------------------------------------------------------
@@ -214,7 +216,8 @@ class CachedModel(AbstractContextManager["CachedModel"]):
     def generate(self, prompt_ids: Sequence[int], how: How = "blend", **options: Any) -> tuple[list[int], Report]:
         """Prefill a prompt and generate an answer; return the new tokens and the report of the prefill.
 
-        `options` are passed to `model.generate`. With `how="exact"` and `save_decode_cache`, the KV of the generated
+        `options` are passed to `model.generate`. There is one sequence, also if the model's generation config asks for
+        more. With `how="exact"` and `save_decode_cache`, the KV of the generated
         tokens is stored too, so that the next turn of a conversation reuses it.
         """
         check_options(options)
@@ -225,6 +228,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
             "attention_mask": torch.ones_like(ids),
             cache_argument(self.model): prefilled_prompt.cache,
             **options,
+            **CONTINUES,
         }
         out = self.model.generate(input_ids=ids, **options)[0].tolist()
         if how == "exact" and self.settings.save_decode_cache:

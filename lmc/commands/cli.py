@@ -126,6 +126,7 @@ def config(as_json: AsJson = False) -> None:
         console().print(settings_table(settings))
     if wrong := refusal(settings.admin or "", settings.admin_token or ""):
         typer.echo(f"an engine would not start with these settings: {wrong}", err=True)
+        raise typer.Exit(1)
 
 
 @app.command()

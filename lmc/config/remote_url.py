@@ -119,7 +119,7 @@ def _parse_object_url(url: str, scheme: str) -> ObjectURL:
         raise ValueError("credentials do not belong into the URL of an object store; they come from the environment")
     if STORES[scheme] == STORES["file"]:
         # LMCache writes a host before the directory, which means nothing for a directory that is mounted here.
-        if not Path(path).is_absolute() or path == "/" or options:
+        if not Path(path).is_absolute() or path == "/" or options or bucket in (".", ".."):
             raise ValueError("a shared directory is written as file:///path")
         return ObjectURL(scheme=scheme, path=path)
     if ":" in bucket or "@" in path:

@@ -14,11 +14,12 @@ A document of 400 tokens takes at most 300 bytes besides its tokens. `bench/find
 import secrets
 from array import array
 from collections.abc import Collection, Sequence
-from itertools import chain
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from lmc.documents.block_table import Array, BlockTable, Positions
 
 BLOCK = 16  # tokens of a block
 STRIDE = 32  # tokens from the start of one block to the start of the next
@@ -26,18 +27,11 @@ FIRST = 2  # The first block begins here, because a tokenizer may join a documen
 WHOLE = 32  # minimum number of tokens in a run that is a whole document
 SEAM = 2  # tokens at each end of a document that may be different in a prompt
 MAX_PERIOD = 4
-MAX_HOLDERS = 4
-# Number of documents and shifts that are compared with a prompt: at least this, and one more per `SHIFT_TOKENS` tokens.
-MIN_SHIFTS, SHIFT_TOKENS = 64, 64
-
-SLOTS = 8  # entries of a bucket
-MIN_BUCKETS = 16
-MAX_LOAD = 0.8  # share of the slots that may be in use
-
-DEAD = 0xFFFFFFFF  # block number of a removed block
-
-Array = npt.NDArray[np.uint32]
-Positions = npt.NDArray[np.int64]
+# Number of runs that are compared with a prompt: at least this, and one more per `RUN_TOKENS` tokens.
+MIN_RUNS, RUN_TOKENS = 64, 16
+COMPARED_TOKENS = 64  # tokens that are compared first
+PLACE_BLOCKS = 1 << 10  # numbers of blocks of a place
+MAX_PLACES = (1 << 22) - 1
 
 
 class Tokenized(Protocol):
@@ -66,62 +60,65 @@ class FoundRun(NamedTuple, Generic[D]):
 
 
 class DocumentFinder(Generic[D]):
-    """The blocks of the documents of one namespace. Not safe for several threads at once."""
+    """The blocks of the documents of one namespace. Not safe for several threads at once.
+
+    The number of a block is the place of its document, and its position in the document. A document of more than
+    `PLACE_BLOCKS` blocks has several places. A removed document's places are used again.
+    """
 
     def __init__(self) -> None:
         # The base is secret, so that a client cannot choose texts whose hashes are equal.
         self._base = secrets.randbits(64) | 1
-        self.clear()
-
-    def clear(self) -> None:
-        """Remove all documents."""
-        self._blocks = _Blocks()
-        self._documents: list[D | None] = []  # in the order of insertion; None for a removed document
-        self._starts = np.zeros(64, np.uint32)  # number of the first block of each document, ascending
-        self._next = 0  # number of the next block
-        self._removed = 0
+        self._blocks = BlockTable()
+        self._documents: list[D | None] = []  # by place; None for a free place
+        self._offsets = np.zeros(64, np.uint32)  # by place: the document's token at which the place begins
+        self._free: list[int] = []  # places
+        self._count = 0
 
     def __len__(self) -> int:
-        return len(self._documents) - self._removed
+        return self._count
 
     @property
     def bytes(self) -> int:
         """Number of bytes that the finder takes, besides the documents."""
-        return self._blocks.bytes + self._starts.nbytes + 8 * len(self._documents)
+        return self._blocks.bytes + self._offsets.nbytes + 8 * len(self._documents)
 
     def insert(self, documents: Collection[D]) -> None:
-        """Add documents, faster together than one by one. Documents of fewer than `WHOLE` tokens are never found."""
+        """Add documents, faster together than one by one.
+
+        Documents of fewer than `WHOLE` tokens are never found, nor those for which no places are left.
+        """
         documents = [document for document in documents if len(document.tokens) >= WHOLE]
-        if not documents:
+        if not documents or len(self._documents) + len(documents) > MAX_PLACES:
             return
         hashes, good, counts = self._blocks_of(documents)
-        if self._next + len(hashes) >= DEAD:
-            self._renumber(documents)
-            return
-        known, needed = len(self._documents), len(self._documents) + len(documents)
-        if needed > len(self._starts):
-            self._starts = np.concatenate([self._starts, np.zeros(max(needed, len(self._starts)), np.uint32)])
-        self._starts[known:needed] = self._next + np.cumsum(counts) - counts
-        self._documents += documents
-        numbers = np.arange(self._next, self._next + len(hashes), dtype=np.uint32)
-        self._next += len(hashes)
-        self._blocks.insert(hashes[good], numbers[good])
+        firsts = np.empty(len(documents), np.int64)  # indices into `places`
+        places: list[int] = []
+        for i, (document, count) in enumerate(zip(documents, counts.tolist(), strict=True)):
+            firsts[i] = len(places)
+            places += [self._place(document, block) for block in range(0, count, PLACE_BLOCKS)]
+        blocks = np.arange(len(hashes)) - np.repeat(np.cumsum(counts) - counts, counts)
+        numbers = np.array(places)[np.repeat(firsts, counts) + blocks // PLACE_BLOCKS] * PLACE_BLOCKS
+        numbers += blocks % PLACE_BLOCKS
+        self._blocks.insert(hashes[good], numbers.astype(np.uint32)[good])
+        self._count += len(documents)
 
     def remove(self, document: D) -> None:
         """Remove a document. An unknown document is ignored."""
         if len(document.tokens) < WHOLE:
             return
-        hashes, _, _ = self._blocks_of([document])
+        hashes, _, (count,) = self._blocks_of([document])
         _, numbers = self._blocks.find(hashes)
-        likely = np.unique(self._places(numbers)).tolist()
-        for place in chain(likely, range(len(self._documents))):
-            if self._documents[place] is document:
-                first = int(self._starts[place])
-                self._blocks.remove(hashes, range(first, first + len(hashes)))
-                self._documents[place], self._removed = None, self._removed + 1
-                break
-        if 2 * self._removed > len(self._documents):
-            self._renumber([])
+        likely = np.unique(numbers // PLACE_BLOCKS).tolist()
+        places = [place for place in likely if self._documents[place] is document]
+        if len(places) < -(-count // PLACE_BLOCKS):  # Its blocks may be periodic, or of more than `MAX_HOLDERS`.
+            places = [place for place, other in enumerate(self._documents) if other is document]
+        if places:
+            self._blocks.remove(hashes, lambda found: np.isin(found // PLACE_BLOCKS, places))
+            for place in places:
+                self._documents[place] = None
+            self._free += places
+            self._count -= 1
 
     def find(self, tokens: Sequence[int], min_run: int = 2 * WHOLE) -> list[FoundRun[D]]:
         """Return the runs of documents in a prompt, in its order. Runs do not overlap.
@@ -135,21 +132,36 @@ class DocumentFinder(Generic[D]):
         at, numbers = self._blocks.find(self._hashes(prompt))
         if not len(at):
             return []
-        places = self._places(numbers)
-        shifts = at - (FIRST + STRIDE * (numbers.astype(np.int64) - self._starts[places]))
-        # Longer runs have more blocks in common. Most prompts have few shifts; the limit bounds the time of any prompt.
-        pairs, hits = np.unique((places << 32) + shifts + (1 << 31), return_counts=True)
-        order = np.argsort(-hits, kind="stable")[: MIN_SHIFTS + len(prompt) // SHIFT_TOKENS]
+        places, blocks = np.divmod(numbers.astype(np.int64), PLACE_BLOCKS)
+        shifts = at - (FIRST + STRIDE * blocks + self._offsets[places])
+        # Longer runs have more blocks in common. The limit bounds the time of any prompt.
+        _, pair, hits = np.unique((places << 32) + shifts + (1 << 31), return_inverse=True, return_counts=True)
+        order, left = np.lexsort((at, pair, -hits[pair])), MIN_RUNS + len(prompt) // RUN_TOKENS
         runs: list[FoundRun[D]] = []
-        for pair in pairs[order].tolist():
-            document = self._documents[pair >> 32]
-            if document is not None:
-                runs += _runs_at(prompt, document, (pair & 0xFFFFFFFF) - (1 << 31))
+        last, end = -1, 0  # the last run's pair of document and shift, and where it ends
+        for hit in order.tolist():
+            document, start = self._documents[places[hit]], int(at[hit])
+            if document is None or (pair[hit] == last and start < end):
+                continue
+            if not left:
+                break
+            run = _run_around(prompt, document, start, start - int(shifts[hit]))
+            runs.append(run)
+            last, end, left = int(pair[hit]), run.at + run.tokens, left - 1
         return _longest(runs, len(prompt), min_run)
 
-    def _places(self, numbers: Array) -> Positions:
-        """Return the indices of the documents that have these blocks."""
-        return np.searchsorted(self._starts[: len(self._documents)], numbers, side="right") - 1
+    def _place(self, document: D, block: int) -> int:
+        """Return a free place for a document's blocks from `block` on."""
+        if self._free:
+            place = self._free.pop()
+            self._documents[place] = document
+        else:
+            place = len(self._documents)
+            self._documents.append(document)
+            if place == len(self._offsets):
+                self._offsets = np.concatenate([self._offsets, np.zeros_like(self._offsets)])
+        self._offsets[place] = STRIDE * block
+        return place
 
     def _blocks_of(self, documents: Collection[D]) -> tuple[Array, npt.NDArray[np.bool_], Positions]:
         """Return the hashes of all blocks, which of them are not periodic, and the number of each document's blocks."""
@@ -164,109 +176,6 @@ class DocumentFinder(Generic[D]):
     def _hashes(self, tokens: Array) -> Array:
         """Return a hash of the `BLOCK` tokens from each position on."""
         return (polynomials(tokens, self._base) >> np.uint64(32)).astype(np.uint32)
-
-    def _renumber(self, more: Collection[D]) -> None:
-        """Insert the remaining documents and `more` documents anew."""
-        documents = [document for document in self._documents if document is not None]
-        self.clear()
-        self.insert([*documents, *more])
-
-
-class _Blocks:
-    """A hash table of block numbers by hash. A full bucket continues in the next one.
-
-    A Bloom filter of one hash function says for most of a prompt's hashes that no block has them.
-    """
-
-    def __init__(self) -> None:
-        self._allocate(MIN_BUCKETS)
-
-    def _allocate(self, buckets: int) -> None:
-        self._hashes = np.zeros((buckets, SLOTS), np.uint32)
-        self._numbers = np.zeros((buckets, SLOTS), np.uint32)
-        self._used = np.zeros(buckets, np.uint8)  # slots in use by bucket
-        self._filter = np.zeros(buckets * SLOTS, np.uint8)  # 8 bits for each slot
-        self._size = 0
-
-    @property
-    def bytes(self) -> int:
-        return self._hashes.nbytes + self._numbers.nbytes + self._used.nbytes + self._filter.nbytes
-
-    def insert(self, hashes: Array, numbers: Array) -> None:
-        """Add blocks. At most `MAX_HOLDERS` blocks with the same hash are kept."""
-        order = np.argsort(hashes, kind="stable")
-        hashes, numbers = hashes[order], numbers[order]
-        same, _ = self.find(hashes)
-        fits = np.bincount(same, minlength=len(hashes)) + _ranks(hashes) < MAX_HOLDERS
-        hashes, numbers = hashes[fits], numbers[fits]
-        if self._size + len(hashes) > MAX_LOAD * self._hashes.size:
-            self._grow(len(hashes))
-        self._place(hashes, numbers)
-
-    def find(self, hashes: Array) -> tuple[Positions, Array]:
-        """Return the blocks with these hashes: indices into `hashes`, and the blocks' numbers."""
-        at, buckets, slots = self._locate(hashes)
-        numbers = self._numbers[buckets, slots]
-        return at[numbers != DEAD], numbers[numbers != DEAD]
-
-    def remove(self, hashes: Array, numbers: range) -> None:
-        """Remove the blocks of a document; a block may be missing."""
-        _, buckets, slots = self._locate(hashes)
-        found = self._numbers[buckets, slots]
-        gone = (found >= numbers.start) & (found < numbers.stop)
-        self._numbers[buckets[gone], slots[gone]] = DEAD
-
-    def _locate(self, hashes: Array) -> tuple[Positions, Positions, Positions]:
-        """Return the slots with these hashes: indices into `hashes`, buckets, and slots of buckets."""
-        mask = len(self._used) - 1
-        places, bits = self._in_filter(hashes)
-        at = np.flatnonzero(self._filter[places] & bits)
-        wanted, found = hashes[at], list[tuple[Positions, Positions, Positions]]()
-        buckets = (wanted & np.uint32(mask)).astype(np.int64)
-        while True:
-            used = self._used[buckets]
-            rows, slots = np.nonzero(self._hashes[buckets] == wanted[:, None])
-            if len(rows):
-                inside = slots < used[rows]  # An unused slot has the hash 0.
-                rows, slots = rows[inside], slots[inside]
-            found.append((at[rows], buckets[rows], slots))
-            full = used == SLOTS
-            if not full.any():
-                break
-            at, wanted, buckets = at[full], wanted[full], (buckets[full] + 1) & mask
-        if len(found) == 1:
-            return found[0]
-        at, buckets, slots = map(np.concatenate, zip(*found, strict=True))
-        return at, buckets, slots
-
-    def _in_filter(self, hashes: Array) -> tuple[Positions, npt.NDArray[np.uint8]]:
-        """Return the byte and the bit of each hash in the filter."""
-        places = (hashes >> np.uint32(3)) & np.uint32(len(self._filter) - 1)
-        return places.astype(np.int64), np.uint8(1) << (hashes & np.uint32(7)).astype(np.uint8)
-
-    def _place(self, hashes: Array, numbers: Array) -> None:
-        mask = len(self._used) - 1
-        np.bitwise_or.at(self._filter, *self._in_filter(hashes))
-        self._size += len(hashes)
-        buckets = (hashes & np.uint32(mask)).astype(np.int64)
-        while len(hashes):
-            order = np.argsort(buckets, kind="stable")
-            hashes, numbers, buckets = hashes[order], numbers[order], buckets[order]
-            slots = self._used[buckets] + _ranks(buckets)
-            fits = slots < SLOTS
-            self._hashes[buckets[fits], slots[fits]] = hashes[fits]
-            self._numbers[buckets[fits], slots[fits]] = numbers[fits]
-            self._used[buckets[fits]] = slots[fits] + 1  # The last assignment to a bucket is that of its last slot.
-            hashes, numbers, buckets = hashes[~fits], numbers[~fits], (buckets[~fits] + 1) & mask
-
-    def _grow(self, more: int) -> None:
-        """Make room for `more` blocks, without the removed ones."""
-        alive = (np.arange(SLOTS) < self._used[:, None]) & (self._numbers != DEAD)
-        hashes, numbers, buckets = self._hashes[alive], self._numbers[alive], MIN_BUCKETS
-        while len(hashes) + more > MAX_LOAD * buckets * SLOTS:
-            buckets *= 2
-        self._allocate(buckets)
-        self._place(hashes, numbers)
 
 
 def polynomials(tokens: Array, base: int) -> npt.NDArray[np.uint64]:
@@ -287,12 +196,6 @@ def as_array(tokens: Sequence[int]) -> Array:
     return np.frombuffer(tokens if isinstance(tokens, array) else array("I", tokens), np.uint32)
 
 
-def _ranks(ascending: npt.NDArray[np.generic]) -> Positions:
-    """Return the number of equal elements before each element of a sorted array."""
-    starts = np.flatnonzero(np.r_[True, ascending[1:] != ascending[:-1]]) if len(ascending) else np.zeros(0, np.int64)
-    return np.arange(len(ascending)) - np.repeat(starts, np.diff(np.r_[starts, len(ascending)]))
-
-
 def is_periodic(blocks: Array) -> npt.NDArray[np.bool_]:
     """Return for each block whether it repeats a period of at most `MAX_PERIOD` tokens."""
     periodic = np.zeros(len(blocks), np.bool_)
@@ -301,12 +204,27 @@ def is_periodic(blocks: Array) -> npt.NDArray[np.bool_]:
     return periodic
 
 
-def _runs_at(prompt: Array, document: D, shift: int) -> list[FoundRun[D]]:
-    """Return the runs of at least `WHOLE` tokens of a document whose token 0 is at `shift` in the prompt."""
+def _run_around(prompt: Array, document: D, at: int, first: int) -> FoundRun[D]:
+    """Return the run of equal tokens around token `at` of a prompt, which is compared with token `first`.
+
+    It is empty if those differ.
+    """
     tokens = as_array(document.tokens)
-    start, stop = max(0, shift), min(len(prompt), shift + len(tokens))
-    equal = prompt[start:stop] == tokens[start - shift : stop - shift]
-    return [FoundRun(start + at, document, start + at - shift, count) for at, count in _stretches(equal)]
+    after = _equal(prompt[at:], tokens[first:])
+    before = _equal(prompt[:at][::-1], tokens[:first][::-1]) if after else 0
+    return FoundRun(at - before, document, first - before, before + after)
+
+
+def _equal(one: Array, other: Array) -> int:
+    """Return how many tokens at the start of both are equal."""
+    size, start, step = min(len(one), len(other)), 0, COMPARED_TOKENS
+    while start < size:
+        stop = min(start + step, size)
+        equal = one[start:stop] == other[start:stop]
+        if not equal.all():
+            return start + int(equal.argmin())
+        start, step = stop, 2 * step
+    return size
 
 
 def _stretches(true: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:

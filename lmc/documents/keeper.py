@@ -185,12 +185,14 @@ class Keeper(DocumentKeeper):
     def _remove(self, documents: Sequence[KnownDocument], reason: str) -> None:
         with self.moving:
             self._unpin(documents)
+            self._known.remove(documents, reason)
+            shared = self._known.shared_keys(documents)  # Versions of a text begin with the same chunks.
             for document in documents:
                 self._unqueue(document)
                 for key in document.keys:
-                    if key not in self._pins:
+                    if key not in self._pins and key not in shared:
                         self._store.forget(key)
-                document.removed, document.expires = reason, 0.0
+                document.expires = 0.0
             with self._mutex:
                 dropped = [self._kept.pop(document.id, None) for document in documents]
         self._known.may_forget(documents)

@@ -92,6 +92,8 @@ class KnownDocuments:
         """Record that a document was learned, or `used` by a prompt, and return it."""
         with self._mutex:
             document, name = self._noted(namespace, tokens, keys, model, tenant), keys[-1].hex()
+            if document.removed and self._finds:
+                self._new[namespace].append(document)
             document.uses, document.used, document.removed = document.uses + used, time.time(), ""
             self._queue(name, newest=True)
             while self._tokens > MAX_KNOWN_TOKENS and len(self._forgettable) > 1:
@@ -99,8 +101,7 @@ class KnownDocuments:
                 if not self._documents[oldest].kept:
                     forgotten = self._documents.pop(oldest)
                     self._tokens -= len(forgotten.tokens)
-                    if self._finds:
-                        self._finder(forgotten.namespace).remove(forgotten)
+                    self._no_longer_find(forgotten)
                     self._by_tenant[forgotten.tenant].pop(oldest)
                     if not self._by_tenant[forgotten.tenant]:
                         del self._by_tenant[forgotten.tenant]
@@ -151,6 +152,23 @@ class KnownDocuments:
                 if not document.kept and document.id in self._documents and document.id not in self._forgettable:
                     self._forgettable[document.id] = None
                     self._forgettable.move_to_end(document.id, last=False)
+
+    def remove(self, documents: Iterable[KnownDocument], reason: str) -> None:
+        """Mark documents as removed. They are not found in prompts any more, until they are noted again."""
+        with self._mutex:
+            for document in documents:
+                if not document.removed:
+                    self._no_longer_find(document)
+                    document.removed = reason
+
+    def shared_keys(self, documents: Iterable[KnownDocument]) -> set[ChunkKey]:
+        """Return which of these documents' chunks belong to other documents too, which were not removed."""
+        ids, keys = set(), set[ChunkKey]()
+        for document in documents:
+            ids.add(document.id)
+            keys.update(document.keys)
+        others = (other for other in self.list() if not other.removed and other.id not in ids)
+        return {key for other in others for key in other.keys if key in keys}
 
     def clear(self) -> None:
         """Forget all documents."""
@@ -251,6 +269,14 @@ class KnownDocuments:
         self._documents.move_to_end(name, last=newest)
         self._forgettable[name] = None
         self._forgettable.move_to_end(name, last=newest)
+
+    def _no_longer_find(self, document: KnownDocument) -> None:
+        """Take a document out of its finder. Tenants without documents have no finder."""
+        if self._finds:
+            finder = self._finder(document.namespace)
+            finder.remove(document)
+            if not len(finder):
+                del self._finders[document.namespace]
 
     def _finder(self, namespace: bytes) -> DocumentFinder[KnownDocument]:
         """Return the finder of a namespace, with its new documents."""

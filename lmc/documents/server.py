@@ -24,8 +24,11 @@ class DocumentServer(ABC):
     """What a store in a cache server does for documents. A store in an engine's own process does none of it."""
 
     @abstractmethod
-    def keeper(self, unqueue: Callable[[KnownDocument], object]) -> DocumentKeeper:
-        """Return a keeper that sends pins and time limits to the server. `unqueue` removes a document to learn."""
+    def keeper(self, known: KnownDocuments, unqueue: Callable[[KnownDocument], object]) -> DocumentKeeper:
+        """Return a keeper that sends pins and time limits of `known` documents to the server.
+
+        `unqueue` removes a document to learn.
+        """
 
     @abstractmethod
     def share_learning(self, engine: LearningEngine) -> None:

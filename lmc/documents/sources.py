@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path, PurePath
 from typing import Any
@@ -85,7 +86,7 @@ class _Reader:
     def __init__(self, id_field: str, text_field: str) -> None:
         self._id_field, self._text_field = id_field, text_field
         self._corpus = Corpus()
-        self._ids: set[str] = set()
+        self._ids: dict[str, int] = {}  # id -> the last number that was appended to it
         self._first_ids: dict[str, str] = {}  # text -> id
         self._copies: list[str] = []  # documents whose text has another id
         self._unread: Counter[str] = Counter()  # kind of file -> number of files that were left out
@@ -104,13 +105,18 @@ class _Reader:
     def add_folder(self, folder: Path, patterns: Sequence[str]) -> None:
         """Read the files below a folder that match one of `patterns`, or by default those with one of `ENDINGS`.
 
-        Hidden files and folders are not read, and links to folders are not followed.
+        A pattern with a / is compared with the path in the folder, where ** stands for any folders; others are compared
+        with names only. Hidden files and folders are not read, and links to folders are not followed. Raises
+        `InputError` for an empty pattern.
         """
+        if not all(patterns):
+            raise InputError("--glob is empty: use a pattern such as '*.md'")
+        wanted = [pattern.split("/") if "/" in pattern else ["**", pattern] for pattern in patterns]
         for path in sorted(self._files(folder)):
             name, ending = path.relative_to(folder), path.suffix.lower()
-            if patterns and not any(name.match(pattern.removeprefix("**/")) for pattern in patterns):
+            if wanted and not any(_matches(name.parts, pattern) for pattern in wanted):
                 continue
-            if not patterns and ending not in ENDINGS:
+            if not wanted and ending not in ENDINGS:
                 self._unread[f"{ending or 'other'} file"] += 1
             elif path.is_file():
                 self.add_file(path, name, is_text=ending not in JSON_ENDINGS)
@@ -143,7 +149,7 @@ class _Reader:
         """Read a JSON array of objects, one object, or one object on each line."""
         try:
             content = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             content = None
         if isinstance(content, list | dict):
             for number, entry in enumerate(content if isinstance(content, list) else [content], 1):
@@ -155,7 +161,7 @@ class _Reader:
                 label = f"{name}, line {number}"
                 try:
                     self._add_entry(json.loads(line), label, f"{name}:{number}")
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     self._corpus.skipped[label] = f"it is not valid JSON: {error}; {hint}"
 
     def _add_entry(self, entry: Any, label: str, number: str) -> None:
@@ -190,13 +196,23 @@ class _Reader:
         if text in self._first_ids:
             self._copies.append(f"{name} (as {self._first_ids[text]})")
             return
-        unique, number = name, 1
+        unique, number = name, self._ids.get(name, 1)
         while unique in self._ids:  # Parts of a file often have the name of the file.
             number += 1
             unique = f"{name} ({number})"
-        self._ids.add(unique)
+        self._ids[name] = number
+        self._ids.setdefault(unique, 1)
         self._first_ids[text] = unique
         self._corpus.documents.append(Document(unique, text))
+
+
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Return whether the parts of a path match those of a pattern, as `Path.glob` matches them."""
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        return any(_matches(parts[skipped:], pattern[1:]) for skipped in range(len(parts) + 1))
+    return bool(parts) and fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
 
 
 def _value(entry: dict[str, Any], field: str) -> Any:

@@ -419,7 +419,7 @@ class CacheEngine:
             self.learning.discard(Unlearned.of(document))
 
         if self.server is not None:
-            return self.server.keeper(unqueue)
+            return self.server.keeper(self.known, unqueue)
         assert isinstance(self.store, Store), "a store without a server is in this process"
         keeper = Keeper(
             self.store,

@@ -28,6 +28,13 @@ PACKAGES = {
     "directory": "obstore cachetools",
 }
 LIBRARIES = "Mooncake needs apt-get install libibverbs1 libnl-3-200 libnuma1"
+# Options of obstore's HTTP client. Among the options of a store, they make obstore panic.
+CLIENT_OPTIONS = {
+    *("allow_http", "allow_invalid_certificates", "connect_timeout", "default_content_type", "http1_only"),
+    *("http2_keep_alive_interval", "http2_keep_alive_timeout", "http2_keep_alive_while_idle", "http2_max_frame_size"),
+    *("http2_only", "pool_idle_timeout", "pool_max_idle_per_host", "proxy_ca_certificate", "proxy_excludes"),
+    *("proxy_url", "randomize_addresses", "timeout", "user_agent"),
+}
 ANSWER_SECONDS = 60.0  # An object store has to answer a request completely within this time.
 
 
@@ -128,6 +135,11 @@ def object_store(remote: ObjectURL, deadline: float) -> Any:
         except (BaseError, OSError) as error:
             raise TierUnusable(f"cannot use {remote}: {error}") from None
     config = dict(remote.options)
+    if own := sorted(CLIENT_OPTIONS & config.keys()):
+        raise ConfigError(
+            f"remote_url ({remote}): {', '.join(own)} cannot be set there: an endpoint that begins with http:// needs "
+            "no allow_http, remote_deadline is the timeout, and a proxy is set in the environment (HTTPS_PROXY)"
+        )
     endpoints = (config.get("endpoint"), *(os.environ.get(name) for name in ENDPOINTS))
     client = {
         "connect_timeout": timedelta(seconds=deadline),

@@ -1,5 +1,6 @@
 """A run of `lmc learn`: learns documents in parallel, and records each stored document."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -16,6 +17,7 @@ from lmc.errors import InputError
 from lmc.http.client import Refused, Unreachable
 from lmc.terminal import all_of, console, counted
 
+INTERRUPTED = 130  # exit code of a command that Ctrl-C has ended
 SAMPLED_DOCUMENTS = 16  # approximate number of documents whose tokens are counted before the run
 
 
@@ -134,9 +136,12 @@ class LearnRun:
                 wrong = isinstance(error, InputError) and not isinstance(error, Unreachable)
                 hint = "" if wrong else f"; run the same command {repeat} to continue"
                 under_way = sum(future.running() for future in futures)
-                waits = f"; waiting for {counted(under_way, 'document')} in flight" if under_way else ""
+                waits = f"; waiting for {counted(under_way, 'document')} in flight (Ctrl-C: leave)" if under_way else ""
                 screen.print(Text(f"{result.learned} of {all_of(len(self.new), 'document')} learned{hint}{waits}"))
-                pool.shutdown(cancel_futures=True)  # This waits for documents in flight.
+                try:
+                    pool.shutdown(cancel_futures=True)  # This waits for documents in flight.
+                except KeyboardInterrupt:
+                    os._exit(INTERRUPTED)  # An ordinary exit would wait for the threads.
                 raise
         result.seconds, result.dropped, result.held = time.monotonic() - started, learner.dropped(), learner.held()
         return result

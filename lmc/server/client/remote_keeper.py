@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from lmc.documents.keeper import DocumentKeeper
-from lmc.documents.known import REMOVED_BY_USER, KnownDocument
+from lmc.documents.known import REMOVED_BY_USER, KnownDocument, KnownDocuments
 from lmc.errors import InputError
 from lmc.server import messages as m
 from lmc.shapes import MIB
@@ -21,13 +21,15 @@ class RemoteKeeper(DocumentKeeper):
         self,
         ask: Callable[[m.Request, Any], Any],
         pinned_chunks: Callable[[], int],
+        known: KnownDocuments,
         unqueue: Callable[[KnownDocument], object],
     ) -> None:
         """`ask` returns the server's response to a request, or its second argument while the server is away.
 
-        `pinned_chunks` returns the server's number of pinned chunks. `unqueue` removes a document from the learn queue.
+        `pinned_chunks` returns the server's number of pinned chunks. The documents are among `known`. `unqueue` removes
+        one from the learn queue.
         """
-        self._ask, self._pinned_chunks, self._unqueue = ask, pinned_chunks, unqueue
+        self._ask, self._pinned_chunks, self._known, self._unqueue = ask, pinned_chunks, known, unqueue
         self.moving = threading.RLock()
 
     @property
@@ -57,8 +59,9 @@ class RemoteKeeper(DocumentKeeper):
         for document in documents:
             self._unqueue(document)
         self._keep(documents, "remove")
+        self._known.remove(documents, REMOVED_BY_USER)
         for document in documents:
-            document.removed, document.pinned, document.expires = REMOVED_BY_USER, False, 0.0
+            document.pinned, document.expires = False, 0.0
 
     def renamed(self, documents: Sequence[KnownDocument]) -> None:
         """Do nothing: the server has its own names, which its administration changes."""

@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from lmc.documents.known import KnownDocument
+from lmc.documents.known import KnownDocument, KnownDocuments
 from lmc.documents.server import DocumentServer, LearningEngine
 from lmc.errors import ChunkLost, LmcError, StorageError, TierUnusable
 from lmc.http.address import is_local_url
@@ -192,9 +192,9 @@ class RemoteStore(ChunkStore, DocumentServer):
         """
         return self._counts.total
 
-    def keeper(self, unqueue: Callable[[KnownDocument], object]) -> RemoteKeeper:
+    def keeper(self, known: KnownDocuments, unqueue: Callable[[KnownDocument], object]) -> RemoteKeeper:
         """See `DocumentServer.keeper`."""
-        return RemoteKeeper(self.ask_slowly, lambda: self._pinned_chunks, unqueue)
+        return RemoteKeeper(self.ask_slowly, lambda: self._pinned_chunks, known, unqueue)
 
     def share_learning(self, engine: LearningEngine) -> None:
         """See `DocumentServer.share_learning`."""
