@@ -343,7 +343,7 @@ def test_disk_and_remote_of_the_settings_are_both_looked_at_and_cleared(
     for number, namespace in ((0, ONE), (2, ONE), (3, NEAR)):
         meta = replace(meta_of(key_of(number)), namespace=namespace)
         remote.write(meta, [stored(meta)])
-    unset.setattr(engine_tiers, "open_remote", lambda settings, url: remote)
+    unset.setattr(engine_tiers, "open_remote", lambda settings, url, create=True: remote)
     unset.setenv("LMC_LOCAL_DISK", str(tmp_path))
     unset.setenv("LMC_REMOTE_URL", "redis://somebody:secret@cache:6380/1")
 
@@ -366,7 +366,9 @@ def test_disk_and_remote_of_the_settings_are_both_looked_at_and_cleared(
 
 @pytest.mark.parametrize("words", [["check"], ["stat"], ["clear", "--all", "--yes"]])
 def test_a_remote_that_fails_is_one_clear_line(words: list[str], unset: pytest.MonkeyPatch) -> None:
-    unset.setattr(engine_tiers, "open_remote", lambda settings, url: Broken(lambda: ConnectionError("refused")))
+    unset.setattr(
+        engine_tiers, "open_remote", lambda settings, url, create=True: Broken(lambda: ConnectionError("refused"))
+    )
     unset.setenv("LMC_REMOTE_URL", "redis://cache")
     code, _, err = lmc(*words)
     assert code == 2
@@ -376,7 +378,7 @@ def test_a_remote_that_fails_is_one_clear_line(words: list[str], unset: pytest.M
 def test_a_remote_that_does_not_answer_is_not_an_empty_one(unset: pytest.MonkeyPatch) -> None:
     away = DictTier()
     away.usable = False
-    unset.setattr(engine_tiers, "open_remote", lambda settings, url: away)
+    unset.setattr(engine_tiers, "open_remote", lambda settings, url, create=True: away)
     unset.setenv("LMC_REMOTE_URL", "redis://cache")
     code, _, err = lmc("stat")
     assert code == 2
@@ -513,6 +515,6 @@ def test_config_says_if_no_engine_would_start_with_its_administration_address(mo
     monkeypatch.setenv("LMC_ADMIN", address)
     monkeypatch.setenv("LMC_ADMIN_TOKEN", token)
     code, out, err = lmc("config")
-    assert code == 0
+    assert code == bool(said)
     assert address in out
     assert (said in err) if said else not err

@@ -261,8 +261,8 @@ def test_tenants_without_documents_take_no_memory(monkeypatch):
     made = []
 
     class Counted(DocumentFinder):
-        def __init__(self):
-            super().__init__()
+        def __init__(self, used):
+            super().__init__(used)
             made.append(self)
 
     monkeypatch.setattr("lmc.documents.known.DocumentFinder", Counted)

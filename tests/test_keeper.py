@@ -91,12 +91,27 @@ def test_a_removed_document_hides_no_other_one_with_its_text_until_it_is_learned
         def holder():
             return [run.document for run in engine.known.find(namespace, [5, *text, 6], 64)]
 
-        assert holder() == [old]
-        engine.keeper.remove([old])
         assert holder() == [new]
         engine.keeper.remove([new])
+        assert holder() == [old]
+        engine.keeper.remove([old])
         assert holder() == []
         assert learn(engine, [1, *text]) is old
+        assert holder() == [old]
+
+
+def test_of_two_documents_with_the_same_text_the_one_that_was_used_last_is_found(tmp_path):
+    """The other one may have been evicted."""
+    text = list(range(900, 1000))
+    with closing(engine_of(tmp_path, slots=32, records=32, enable_blending=True)) as engine:
+        old, new = learn(engine, [1, *text]), learn(engine, [*range(50), *text])
+        old.used, new.used = 1.0, 2.0
+
+        def holder():
+            return [run.document for run in engine.known.find(old.namespace, [5, *text, 6], 64)]
+
+        assert holder() == [new]
+        old.used = 3.0
         assert holder() == [old]
 
 

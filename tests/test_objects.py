@@ -16,6 +16,7 @@ from s3_servers import BUCKET, ENVIRONMENT, Proxy, s3_server
 from storage_fakes import PART_BYTES, PARTS, eventually, get, key_of, memory, meta_of, put, stored
 from tier_contract import K0, K1, K2, ListedContract, read, write
 
+from lmc.commands.inspect import places
 from lmc.config.remote_url import parse_remote_url
 from lmc.config.settings import Settings
 from lmc.errors import ChunkLost, ConfigError, CorruptRecord, TierUnusable
@@ -129,6 +130,15 @@ def test_a_shared_directory_of_the_settings_is_created(tmp_path):
         write(one, K0)
         assert read(other, K0) == bytes(stored(meta_of(K0)))
     assert [path.name for path in (tmp_path / "new/kv").rglob("*") if path.is_file()] == [f"{K0.hex()}.safetensors"]
+
+
+def test_inspection_does_not_create_a_shared_directory(tmp_path, monkeypatch):
+    """It may be a mount that is missing."""
+    monkeypatch.setenv("LMC_REMOTE_URL", f"file://{tmp_path}/away")
+    (place,) = places(None)
+    with pytest.raises(TierUnusable, match="away: mount it"), place.opened():
+        pass
+    assert not (tmp_path / "away").exists()
 
 
 def test_an_option_that_the_library_does_not_know_is_named():

@@ -104,4 +104,4 @@ def _remote(settings: Settings, remote: RemoteURL) -> TierLocation:
 
     if isinstance(remote, MooncakeURL):  # A command must not give memory that is gone when it ends.
         remote = replace(remote, global_segment_size=0)
-    return TierLocation(str(remote), lambda _: open_remote(settings, remote))
+    return TierLocation(str(remote), lambda _: open_remote(settings, remote, create=False))

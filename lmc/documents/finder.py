@@ -13,7 +13,7 @@ A document of 400 tokens takes at most 300 bytes besides its tokens. `bench/find
 
 import secrets
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -66,9 +66,14 @@ class DocumentFinder(Generic[D]):
     `PLACE_BLOCKS` blocks has several places. A removed document's places are used again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, used: Callable[[D], float] | None = None) -> None:
+        """Create an empty finder. Of equal runs, that of the document wins that was `used` last, because it is stored.
+
+        `used` returns the time; without it, the first run wins.
+        """
         # The base is secret, so that a client cannot choose texts whose hashes are equal.
         self._base = secrets.randbits(64) | 1
+        self._used = used or (lambda _: 0.0)
         self._blocks = BlockTable()
         self._documents: list[D | None] = []  # by place; None for a free place
         self._offsets = np.zeros(64, np.uint32)  # by place: the document's token at which the place begins
@@ -148,7 +153,8 @@ class DocumentFinder(Generic[D]):
             run = _run_around(prompt, document, start, start - int(shifts[hit]))
             runs.append(run)
             last, end, left = int(pair[hit]), run.at + run.tokens, left - 1
-        return _longest(runs, len(prompt), min_run)
+        runs.sort(key=lambda run: (-run.tokens, -self._used(run.document)))
+        return _without_overlaps(runs, len(prompt), min_run)
 
     def _place(self, document: D, block: int) -> int:
         """Return a free place for a document's blocks from `block` on."""
@@ -237,10 +243,10 @@ def _stretches(true: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     return found
 
 
-def _longest(runs: list[FoundRun[D]], size: int, min_run: int) -> list[FoundRun[D]]:
-    """Return runs that do not overlap, in the order of the prompt. Longer runs win, and of equal ones the first."""
+def _without_overlaps(runs: list[FoundRun[D]], size: int, min_run: int) -> list[FoundRun[D]]:
+    """Return runs that do not overlap, in the order of the prompt. Earlier runs of the list win."""
     free, kept = np.ones(size, np.bool_), list[FoundRun[D]]()
-    for run in sorted(runs, key=lambda run: -run.tokens):
+    for run in runs:
         for skip, count in _stretches(free[run.at : run.at + run.tokens]):
             rest = FoundRun(run.at + skip, run.document, run.first + skip, count)
             if count >= (WHOLE if rest.whole else min_run):

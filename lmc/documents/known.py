@@ -75,7 +75,7 @@ class KnownDocuments:
         self._by_tenant: dict[str, dict[str, KnownDocument]] = {}
         self._tokens = 0
         self._finds = finds
-        self._finders: defaultdict[bytes, DocumentFinder[KnownDocument]] = defaultdict(DocumentFinder)  # by namespace
+        self._finders: dict[bytes, DocumentFinder[KnownDocument]] = {}  # by namespace
         self._new: defaultdict[bytes, list[KnownDocument]] = defaultdict(list)  # documents that the finder lacks
         self._mutex = threading.Lock()
 
@@ -280,7 +280,9 @@ class KnownDocuments:
 
     def _finder(self, namespace: bytes) -> DocumentFinder[KnownDocument]:
         """Return the finder of a namespace, with its new documents."""
-        finder = self._finders[namespace]
+        finder = self._finders.get(namespace)
+        if finder is None:
+            finder = self._finders[namespace] = DocumentFinder(lambda document: document.used)
         finder.insert(self._new.pop(namespace, ()))
         return finder
 

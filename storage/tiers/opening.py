@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from lmc.config.mooncake_url import MooncakeURL
@@ -84,8 +85,13 @@ def open_plain_tiers(settings: Settings) -> list[Tier]:
     return tiers
 
 
-def open_remote(settings: Settings, remote: RemoteURL) -> ListedTier:
-    """Open a remote tier. Raises `TierUnusable`, or `ConfigError` if a package for it is missing."""
+def open_remote(settings: Settings, remote: RemoteURL, *, create: bool = True) -> ListedTier:
+    """Open a remote tier. Raises `TierUnusable`, or `ConfigError` if a package for it is missing.
+
+    Without `create`, a shared directory has to exist.
+    """
+    if isinstance(remote, ObjectURL) and remote.is_directory and not create and not Path(remote.path).is_dir():
+        raise TierUnusable(f"no {remote}: mount it, or correct remote_url")
     tier, of_remote = _tier_class(remote), {"deadline": settings.remote_deadline, "prefix": settings.remote_prefix}
     if isinstance(remote, RedisURL):
         return tier(remote, ttl=settings.remote_ttl, **of_remote)
