@@ -83,7 +83,8 @@ def shifts_of(
     `reused [N]` are the positions of the approximate tokens, at least one. `offset [N]` are their positions in their
     own documents. A document is shifted with the first batch that has any of its tokens.
     """
-    _, number = torch.unique(reused - offset, return_inverse=True)
+    # Another document may be between two parts of one document.
+    _, number = torch.unique_consecutive(reused - offset, return_inverse=True)
     document = reused.new_full((int(reused[-1]) + 1,), -1)
     document[reused] = torch.where(offset >= SINKS, number, -1)
     for repaired in batches:

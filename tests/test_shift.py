@@ -252,3 +252,14 @@ def test_with_every_token_repaired_or_none_there_is_nothing_to_shift(strategy):
         for one, other in zip(plain, shifted, strict=True):
             assert torch.equal(one, other)
     assert torch.equal(found[0].logits, found[1].logits)
+
+
+def test_two_parts_of_a_document_with_another_one_between_them_are_shifted_apart():
+    """The second part continues where it would be without the other document."""
+    canvas, rows = Tensors(), [7, 8, 17, 18, 27, 28]
+    pieces = [Placement(at=at, tokens=10, first=first) for at, first in ((5, 3), (15, 3), (25, 23))]
+    shift = next(found_shifts(canvas, pieces, [rows]))
+    stored = canvas.read(1, shift._examples[1])
+    repair(canvas, rows, 1)
+    shift._apply(1, stored)
+    assert shift._spans.tokens == [8, 8, 8]
