@@ -601,12 +601,21 @@ def test_a_second_interruption_leaves_the_documents_in_flight(tmp_path: Path) ->
 
         class Hanging:
             def learn(self, document):
-                threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
-                threading.Timer(1, os.kill, [os.getpid(), signal.SIGINT]).start()
-                threading.Event().wait()
+                if document.id == "slow":
+                    begun.set()
+                    threading.Event().wait()
+                begun.wait()
+                raise KeyboardInterrupt
 
+        class Pool(run.ThreadPoolExecutor):
+            def shutdown(self, *arguments, **named):
+                threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
+                super().shutdown(*arguments, **named)
+
+        begun, run.ThreadPoolExecutor = threading.Event(), Pool
+        documents = Corpus([Document("slow", "one"), Document("fast", "two")])
         with manifest.Manifest(Path(sys.argv[1])) as learned:
-            run.LearnRun(Corpus([Document("one", "one")]), learned, run.Retention(False, None)).learn(Hanging(), 1)
+            run.LearnRun(documents, learned, run.Retention(False, None)).learn(Hanging(), 2)
     """
     command = [sys.executable, "-c", program, str(tmp_path / "m")]
     ended = subprocess.run(command, timeout=60, capture_output=True, check=False)
