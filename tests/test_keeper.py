@@ -389,6 +389,16 @@ def test_nobody_waits_for_a_tier_from_which_a_pinned_document_is_restored(tmp_pa
         assert places(engine, B) == [None, None] if there else all(places(engine, B))
 
 
+def test_a_version_that_is_removed_while_it_is_restored_leaves_the_chunks_of_the_other_one(tmp_path, monkeypatch):
+    with closing(engine_of(tmp_path)) as engine:
+        old, new = learn(engine, A), learn(engine, [*A[:CHUNK], 7, 8, 9])
+        engine.keeper.pin([old])
+        monkeypatch.setattr(engine.store, "spread", lambda keys: engine.keeper.remove([old]) or [])
+        engine.keeper.restore()
+        assert places(engine, A)[1] is None
+        assert all(places(engine, new.tokens.tolist()))
+
+
 def test_pins_leave_room_for_others_if_there_is_a_disk(tmp_path):
     long = list(range(7000, 7000 + 6 * CHUNK))
     with closing(engine_of(tmp_path, slots=8, records=40, document_share=1.0)) as engine:

@@ -589,7 +589,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_what_it_waits_for(
     with Manifest(tmp_path / "learned.jsonl") as manifest, pytest.raises(KeyboardInterrupt):
         LearnRun(Corpus(documents), manifest, Retention(pinned=False, ttl=None)).learn(Slow(), 2)  # type: ignore[arg-type]
     said = "0 of 2 documents were learned; run the same command again to continue; waiting for 1 document in flight"
-    assert capfd.readouterr().err == f"{said} (Ctrl-C: leave)\n"
+    assert capfd.readouterr().err == f"{said}, until Ctrl-C\n"
 
 
 def test_a_second_interruption_leaves_the_documents_in_flight(tmp_path: Path) -> None:

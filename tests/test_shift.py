@@ -255,11 +255,25 @@ def test_with_every_token_repaired_or_none_there_is_nothing_to_shift(strategy):
 
 
 def test_two_parts_of_a_document_with_another_one_between_them_are_shifted_apart():
-    """The second part continues where it would be without the other document."""
-    canvas, rows = Tensors(), [7, 8, 17, 18, 27, 28]
-    pieces = [Placement(at=at, tokens=10, first=first) for at, first in ((5, 3), (15, 3), (25, 23))]
-    shift = next(found_shifts(canvas, pieces, [rows]))
-    stored = canvas.read(1, shift._examples[1])
-    repair(canvas, rows, 1)
-    shift._apply(1, stored)
-    assert shift._spans.tokens == [8, 8, 8]
+    """Both parts have moved as far as each other. Each is shifted as if it were alone."""
+    pieces, together = (
+        [Placement(at=at, tokens=10, first=first) for at, first in ((5, 3), (15, 3), (25, 23))],
+        Tensors(),
+    )
+
+    def shifted(canvas: Tensors, pieces: list[Placement]) -> None:
+        def compute() -> None:
+            for piece in pieces:
+                repair(canvas, [piece.at + 2, piece.at + 3], seed=piece.at)
+
+        (found,) = found_shifts(canvas, pieces, [[piece.at + skip for piece in pieces for skip in (2, 3)]])
+        found.attention(1)(None, compute, lambda: None)
+
+    shifted(together, pieces)
+    for piece in pieces:
+        alone, rows = Tensors(), slice(piece.at, piece.at + piece.tokens)
+        before = alone.k[rows].clone()
+        shifted(alone, [piece])
+        torch.testing.assert_close(together.k[rows], alone.k[rows])
+        torch.testing.assert_close(together.v[rows], alone.v[rows])
+        assert not torch.isclose(before[4:], alone.k[rows][4:]).all(dim=(1, 2)).any()

@@ -7,9 +7,8 @@ from typing import Any
 from lmc.blend.markers import Markers
 from lmc.errors import ConfigError, InputError
 
-# Options of model.generate that must have these values, also where the model's generation config has others. One
-# sequence continues a prefilled cache. Without `use_cache`, and with speculation, transformers computes a prefilled
-# prompt a second time at wrong positions.
+# Values of options of model.generate that continue one sequence after a prefilled prompt. They override the model's
+# generation config: without `use_cache`, and with prompt lookup, transformers gives wrong answers after such a prompt.
 CONTINUES = {
     "num_beams": 1,
     "num_return_sequences": 1,
@@ -18,7 +17,7 @@ CONTINUES = {
     "cache_implementation": None,
     "prompt_lookup_num_tokens": None,
 }
-GIVEN = "cache", "past_key_values", "attention_mask", "assistant_model"  # are not for the caller to give
+REFUSED = "cache", "past_key_values", "attention_mask", "assistant_model"  # options that a caller may not give
 
 
 def checked_tokens(token_ids: Any, name: str, positions: int, vocabulary: int) -> list[int]:
@@ -58,7 +57,7 @@ def checked_markers(separators: Markers | Sequence[int], vocabulary: int) -> Mar
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise `InputError` for options of generation that cannot continue a prefilled cache."""
     refused = [name for name, fine in CONTINUES.items() if options.get(name, fine) != fine]
-    refused += [name for name in GIVEN if options.get(name) is not None]
+    refused += [name for name in REFUSED if options.get(name) is not None]
     if refused:
         reason = (
             "it continues one sequence after a prefilled prompt. Leave them out, or call model.generate without lmc"

@@ -96,13 +96,6 @@ def model_facts(name: str | Path, dtype: str | None = None) -> ModelFacts:
     )
 
 
-def _falcon_kv_heads(config: Any) -> int | None:
-    """Return the number of KV heads as Falcon's configurations give it; None for other models."""
-    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
-        return 1
-    return getattr(config, "num_kv_heads", None)
-
-
 def is_latent(config: Any) -> bool:
     """Return whether the layers of a model keep latent vectors instead of keys and values for each head (MLA)."""
     return bool(getattr(config, "kv_lora_rank", None))
@@ -118,6 +111,13 @@ def shape_of(config: Any, dtype: torch.dtype) -> KVShape:
     return KVShape(
         layers=config.num_hidden_layers, kv_heads=kv_heads, head_dim=key_dim, value_dim=value_dim, dtype=dtype
     )
+
+
+def _falcon_kv_heads(config: Any) -> int | None:
+    """Return the number of KV heads as Falcon's configurations give it; None for other models."""
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return 1
+    return getattr(config, "num_kv_heads", None)
 
 
 def _unblended(config: Any) -> str:

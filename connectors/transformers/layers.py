@@ -24,6 +24,7 @@ from lmc.engine.identity import rope_name
 from lmc.errors import UnsupportedModel
 
 NAME = "lmc"  # of lmc's attention function in transformers
+BODY = "embed_tokens", "layers", "norm", "rotary_emb"  # of a model, which lmc calls
 KINDS = {"full_attention", "sliding_attention"}  # layers whose keys are hidden by nothing but a window
 
 # A function that gets query [T, Q, D], key and value [T, H, D], and the other arguments of the attention function. It
@@ -44,9 +45,6 @@ def _attention(
 
 
 AttentionInterface.register(NAME, _attention)
-
-
-BODY = "embed_tokens", "layers", "norm", "rotary_emb"  # what lmc calls of a model
 
 
 class LatentRows:
@@ -83,13 +81,13 @@ class DecoderLayers:
     def __init__(self, model: Any) -> None:
         """Examine a model. Raises `UnsupportedModel` if lmc cannot run its layers exactly."""
         config = model.config.get_text_config(decoder=True)
-        if not hasattr(config, "num_hidden_layers"):
+        if not hasattr(config, "num_hidden_layers") or not all(
+            hasattr(getattr(model, "model", None), name) for name in BODY
+        ):
             raise UnsupportedModel(f"models of type {model.config.model_type!r} cannot be blended with transformers")
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         if others := sorted(set(kinds) - KINDS):
             raise UnsupportedModel(f"models with layers of the kind {others[0]} cannot be blended with transformers")
-        if not all(hasattr(getattr(model, "model", None), name) for name in BODY):
-            raise UnsupportedModel(f"models of type {config.model_type!r} cannot be blended with transformers")
         check_rope(getattr(config, "rope_parameters", None) or {})
         self._config, self._model, self._body, self._layers = config, model, model.model, model.model.layers
         weight, self._cache = self._body.embed_tokens.weight, cache_argument(model)

@@ -178,7 +178,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
                 f"the cache has {contents}, but {len(tokens)} tokens were given: pass the tokens of this cache"
             )
         if any(layer.keys.shape[-2] < length for layer in cache.layers):
-            raise InputError("a layer of the cache has only the last tokens of its window: pass the cache of a prefill")
+            raise InputError("a layer of the cache has only the last tokens of its window: pass a cache of `prefill`")
         return self._store_exact(tokens[:length], self._rows_of(cache))
 
     # -- prefilling --------------------------------------------------------------------------------------------------
@@ -216,9 +216,9 @@ class CachedModel(AbstractContextManager["CachedModel"]):
     def generate(self, prompt_ids: Sequence[int], how: How = "blend", **options: Any) -> tuple[list[int], Report]:
         """Prefill a prompt and generate an answer; return the new tokens and the report of the prefill.
 
-        `options` are passed to `model.generate`. There is one sequence, also if the model's generation config asks for
-        more. With `how="exact"` and `save_decode_cache`, the KV of the generated
-        tokens is stored too, so that the next turn of a conversation reuses it.
+        `options` are passed to `model.generate`. One sequence is generated, even if the model's generation config asks
+        for more. With `how="exact"` and `save_decode_cache`, the KV of the generated tokens is stored too, so that the
+        next turn of a conversation reuses it. Raises `InputError` for options that cannot continue a prefilled prompt.
         """
         check_options(options)
         prefilled_prompt = self.prefill(prompt_ids, how)

@@ -16,10 +16,10 @@ MAX_HOLDERS = 4  # blocks with the same hash that are kept
 SLOTS = 8  # entries of a bucket
 MIN_BUCKETS = 16
 MAX_LOAD = 0.8  # share of the slots that may be in use
-# Most of the slots in use after growing, and slots of the older table that are moved for each new block: the older
-# table has at most twice as many slots, so that the move ends before the new one is full.
+# Largest share of the slots in use after growing, and buckets of the older table that are moved for each new block.
+# The older table has at most twice as many buckets as the new one, so that the move ends before the new one is full.
 GROWN_LOAD = 0.6
-MOVED_SLOTS = 16
+MOVED_BUCKETS = 2
 
 DEAD = 0xFFFFFFFF  # number of a removed block
 
@@ -48,7 +48,7 @@ class BlockTable:
         fits = np.bincount(same, minlength=len(hashes)) + _ranks(hashes) < MAX_HOLDERS
         hashes, numbers = hashes[fits], numbers[fits]
         if self._older is not None:
-            self._move(-(-MOVED_SLOTS * len(hashes) // SLOTS))
+            self._move(MOVED_BUCKETS * len(hashes))
         if self._table.size + len(hashes) > MAX_LOAD * self._table.slots:
             self._grow(len(hashes))
         self._table.place(hashes, numbers)
@@ -71,13 +71,13 @@ class BlockTable:
 
     def _grow(self, more: int) -> None:
         """Replace the table by one with room for `more` blocks, and begin to move its blocks, without removed ones."""
-        if self._older is not None:  # only after an insertion that is as large as the table
+        if self._older is not None:  # One insertion may be as large as the table.
             self._move(self._older.buckets)
         alive, buckets = self._table.alive, max(MIN_BUCKETS, self._table.buckets // 2)
         while alive + more > GROWN_LOAD * buckets * SLOTS:
             buckets *= 2
         self._older, self._moved, self._table = self._table, 0, _Table(buckets)
-        self._move(-(-MOVED_SLOTS * more // SLOTS))
+        self._move(MOVED_BUCKETS * more)
 
     def _move(self, buckets: int) -> None:
         """Move the blocks of the next buckets of the older table."""

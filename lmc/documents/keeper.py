@@ -186,13 +186,12 @@ class Keeper(DocumentKeeper):
         with self.moving:
             self._unpin(documents)
             self._known.remove(documents, reason)
-            shared = self._known.shared_keys(documents)  # Versions of a text begin with the same chunks.
             for document in documents:
                 self._unqueue(document)
-                for key in document.keys:
-                    if key not in self._pins and key not in shared:
-                        self._store.forget(key)
                 document.expires = 0.0
+            # Versions of a text begin with the same chunks.
+            for key in self._known.unused(key for document in documents for key in document.keys):
+                self._store.forget(key)
             with self._mutex:
                 dropped = [self._kept.pop(document.id, None) for document in documents]
         self._known.may_forget(documents)
@@ -221,9 +220,9 @@ class Keeper(DocumentKeeper):
             except TimeoutError:
                 timed_out = True
             with self.moving:
-                for key in batch:
-                    if owners[key].removed and key not in self._pins:  # `spread` may have written it again.
-                        self._store.forget(key, wait=False)
+                removed = [key for key in batch if owners[key].removed]  # `spread` may have written them again.
+                for key in self._known.unused(removed) if removed else ():
+                    self._store.forget(key, wait=False)
                 for document in {owners[key].id: owners[key] for key in missing}.values():
                     if document.pinned:
                         self._learn(document)

@@ -161,14 +161,13 @@ class KnownDocuments:
                     self._no_longer_find(document)
                     document.removed = reason
 
-    def shared_keys(self, documents: Iterable[KnownDocument]) -> set[ChunkKey]:
-        """Return which of these documents' chunks belong to other documents too, which were not removed."""
-        ids, keys = set(), set[ChunkKey]()
-        for document in documents:
-            ids.add(document.id)
-            keys.update(document.keys)
-        others = (other for other in self.list() if not other.removed and other.id not in ids)
-        return {key for other in others for key in other.keys if key in keys}
+    def unused(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        """Return which of these chunks belong to no document, except to removed ones."""
+        unused = set(keys)
+        for document in self.list():
+            if not document.removed:
+                unused.difference_update(document.keys)
+        return unused
 
     def clear(self) -> None:
         """Forget all documents."""
@@ -271,7 +270,7 @@ class KnownDocuments:
         self._forgettable.move_to_end(name, last=newest)
 
     def _no_longer_find(self, document: KnownDocument) -> None:
-        """Take a document out of its finder. Tenants without documents have no finder."""
+        """Remove a document from its finder. Tenants without documents have no finder."""
         if self._finds:
             finder = self._finder(document.namespace)
             finder.remove(document)

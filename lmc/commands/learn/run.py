@@ -136,7 +136,7 @@ class LearnRun:
                 wrong = isinstance(error, InputError) and not isinstance(error, Unreachable)
                 hint = "" if wrong else f"; run the same command {repeat} to continue"
                 under_way = sum(future.running() for future in futures)
-                waits = f"; waiting for {counted(under_way, 'document')} in flight (Ctrl-C: leave)" if under_way else ""
+                waits = f"; waiting for {counted(under_way, 'document')} in flight, until Ctrl-C" if under_way else ""
                 screen.print(Text(f"{result.learned} of {all_of(len(self.new), 'document')} learned{hint}{waits}"))
                 try:
                     pool.shutdown(cancel_futures=True)  # This waits for documents in flight.
