@@ -612,6 +612,7 @@ def test_a_second_interruption_leaves_the_documents_in_flight(tmp_path: Path) ->
                 threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
                 super().shutdown(*arguments, **named)
 
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # A background job begins with SIGINT ignored.
         begun, run.ThreadPoolExecutor = threading.Event(), Pool
         documents = Corpus([Document("slow", "one"), Document("fast", "two")])
         with manifest.Manifest(Path(sys.argv[1])) as learned:
