@@ -217,6 +217,12 @@ def test_what_is_stored_of_a_document_is_used_and_the_document_is_to_be_learned(
     assert plan.unknown == (Span(5, 45),)
 
 
+def test_a_chunk_for_whose_positions_the_model_has_no_angles_is_not_taken():
+    stored = document("a", 5, "host", "host", "host", behind=1)
+    assert spans(make_plan(match(stored, positions=31)).documents) == [(5, 15), (15, 25), (25, 35)]
+    assert spans(make_plan(match(stored, positions=30)).documents) == [(5, 15), (15, 25)]
+
+
 def test_text_that_may_be_no_document_is_used_and_never_learned():
     plan = make_plan(match(document("a", 5, "host", None, learnable=False)))
     assert (spans(plan.documents), plan.unknown) == ([(5, 15)], ())

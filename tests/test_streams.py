@@ -54,7 +54,8 @@ class Loads:
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(self.machine))
         self.pages, self.before, self.found = (torch.full((LAYERS, 3), -1.0) for _ in range(3))
         self.issue(lambda: self.before.copy_(self.pages))
-        self.layers = LayerLoads(self._load, 1, Streams(DEVICE))
+        self.streams, self.blocks = Streams(DEVICE), torch.arange(2).as_subclass(Kept)
+        self.layers = LayerLoads(self._load, 1, self.streams, used=[self.blocks])
 
     def issue(self, run, ready=lambda: True) -> None:
         self.machine.issue(self.machine.current, Task(run, ready))
@@ -72,6 +73,7 @@ class Loads:
             self.issue(lambda layer=layer: self.found[layer].copy_(self.pages[layer]))
             self.machine.some()
         self.machine.finish()
+        assert self.blocks.kept == [self.streams.load] * LAYERS
         wanted = torch.arange(float(LAYERS))[:, None].expand(-1, 3)
         return torch.equal(self.found, wanted) and bool((self.before == -1).all())
 

@@ -980,6 +980,34 @@ def test_learned_documents_are_reused_in_any_order(make):
     assert lab.finish(request)["tokens_from"] == {"host": 32}
 
 
+def test_a_document_of_one_token_is_learned_and_its_request_ends(make):
+    """The engine computes the last token again, and asks about a request without computed tokens as about a new one."""
+    lab = make(settings={"blend_min_tokens": 1})
+    assert lab.serve("learns", DOC_A[:1], {"learn": True}).loaded == 0
+    assert lab.serve("two tokens", DOC_A[:2], {"learn": True}).loaded == 2
+    assert all(lab.store.lookup(document_keys(lab, DOC_A[:1])))
+
+
+def test_documents_whose_layers_have_other_types_have_other_keys(make):
+    """Some layers may be excepted from a KV cache of 8 bits. Their bytes were read as numbers of another type."""
+    types = "", "torch.float8_e4m3fn,torch.float32", "torch.float32,torch.float8_e4m3fn"
+    assert len({document_keys(make(dtypes=one), DOC_A)[0] for one in types}) == 3
+
+
+def test_of_a_document_of_an_engine_with_a_longer_context_only_positions_of_this_engine_are_used(make, tmp_path):
+    """The model may have no RoPE angles for later ones, to turn the keys back from them."""
+    document = [200 + i for i in range(8 * CHUNK)]
+    fill(DiskTier(tmp_path, MB), documents=[document], longest=1000)
+    lab = make(DiskTier(tmp_path, MB), longest=7 * CHUNK - 1)
+    lab.wait(lambda: lab.engine.recall.ended or None)
+    request = lab.arrive("one", [*SYSTEM, *document, *QUESTION])
+    lab.wait(lambda: lab.admit(request))
+    (job,) = lab.step().loads
+    assert [piece.first for piece in job.documents] == [CHUNK * chunk for chunk in range(6)]
+    lab.load(request)
+    lab.finish(request)
+
+
 @pytest.mark.parametrize("told", ["with the sink", "without it", "seen in a prompt"])
 def test_documents_are_learned_behind_the_sink(make, told):
     """A request to learn may begin with the sink, which is no part of the document."""

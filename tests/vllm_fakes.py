@@ -327,6 +327,7 @@ class Lab:
         trace=None,
         tokenizer=None,
         windows=(0,),
+        dtypes="",
     ):
         self.now = 0.0
         memory = slots * LAYERS * 4096 * ranks / GIB
@@ -340,6 +341,7 @@ class Lab:
                 kv_heads=HEADS,
                 head_dim=DIM,
                 dtype="torch.float32",
+                dtypes=dtypes,
                 rope="none",
             )
             for rank in range(ranks)

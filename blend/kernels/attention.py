@@ -32,9 +32,12 @@ def attend(
     keys, values = _operands(dense(kv), layer)
     heads, group = keys.shape[0], query.shape[1] // keys.shape[0]
     out, first_seen = query.new_empty(*query.shape[:2], values.shape[-1]), layer.first_seen(positions)
-    for start in range(0, len(positions), BLOCK):
-        block = slice(start, start + BLOCK)
-        seen = slice(int(first_seen[start]), int(positions[block][-1]) + 1)
+    starts = range(0, len(positions), BLOCK)
+    ends = [min(start + BLOCK, len(positions)) - 1 for start in starts]
+    # A GPU is waited for once, and not for every block.
+    bounds = torch.stack((first_seen[::BLOCK], positions[ends])).tolist()
+    for start, first, last in zip(starts, *bounds, strict=True):
+        block, seen = slice(start, start + BLOCK), slice(first, last + 1)
         mask = _visible(positions[block], first_seen[block], seen)
         if present is not None:
             mask &= present[seen]

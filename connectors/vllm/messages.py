@@ -37,6 +37,7 @@ class WorkerFacts:
     head_dim: int = 0
     value_dim: int = 0
     dtype: str = ""
+    dtypes: str = ""  # of each layer's KV, if they differ
     rope: str = ""
     refused: str = ""  # why the worker cannot blend; empty if it can
 

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -118,6 +118,8 @@ def open_engine(
     pages = "|".join(f"{worker.rank}{worker.page_bytes}{worker.layout}" for worker in workers)
     of_pages = {"layout": f"{pages}|block {block_size}|{hashing}", "tensor_parallel": ranks}
     namespace = Namespace.of(shape, model=model, rope=first.rope, chunk_size=settings.chunk_size, **of_pages)
+    if first.dtypes:  # The shape has the largest one, which is the same wherever at least one layer has it.
+        namespace = replace(namespace, dtype=first.dtypes)
     chunks: dict[str, Any] = {"divisible": not any(windows), "states": bool(states)}
     store = open_store(settings, layout, shared=True, tiers=tiers, model=name, tokenizer=tokenizer)
     return CacheEngine(settings, store, layout, shape, namespace, prefix=prefix, model=name, **chunks)

@@ -47,6 +47,7 @@ class Match:
     refused: str = ""  # why documents are not reused; empty if they may be
     memory_only: bool = False  # load no chunks from disk or Redis
     lost: frozenset[ChunkKey] = frozenset()  # chunks whose load failed
+    positions: int | None = None  # number of positions for which the model has RoPE angles; None if it has them for all
 
     @property
     def pieces(self) -> list[Piece]:
@@ -55,9 +56,11 @@ class Match:
         return [piece for piece in everything if piece.place is not None]
 
     def usable(self, piece: Piece) -> bool:
-        """Return whether a piece is stored in a tier that the request may load from."""
+        """Return whether a piece is stored in a tier that the request may load from, and can be rotated."""
         stored = piece.place in AT_HAND if self.memory_only else piece.place is not None
-        return stored and piece.key not in self.lost
+        # An engine with a longer context may have learned it.
+        rotates = self.positions is None or piece.first + piece.tokens <= self.positions
+        return stored and rotates and piece.key not in self.lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

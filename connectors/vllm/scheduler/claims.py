@@ -98,6 +98,7 @@ class Claims:
             refused=state.refused,
             memory_only=state.memory_only,
             lost=frozenset(state.lost),
+            positions=self._setup.longest,
         )
 
     def prefetch(self, state: RequestState, match: Match, local: int) -> None:

@@ -112,7 +112,8 @@ class NativeLayers:
         ]
         with vllm_api.set_current_vllm_config(own):
             self._builders = {kind: self._builder(kind, own) for kind in set(self._kinds)}
-        self._built: dict[Any, RowBatch] = {}  # by kind, the batch whose metadata is in its builder's buffers
+        # By kind, the batch whose metadata is in its builder's buffers, and when a GPU has read those on the host.
+        self._built: dict[Any, tuple[RowBatch, torch.cuda.Event | None]] = {}
         # On a GPU, the builder's buffers limit the number of runs, which it sees as requests.
         few = self.device.type != "cpu" and not self.kernels.in_pages
         self.most_runs = own.scheduler_config.max_num_seqs if few else 1 << 30
@@ -135,6 +136,14 @@ class NativeLayers:
     def depth(self) -> int:
         """The number of layers."""
         return len(self._layers)
+
+    @property
+    def samples(self) -> list[int]:
+        """One layer of each kind; the first layers of a model with experts often have none, for example."""
+        first: dict[Any, int] = {}
+        for layer, (module, kind) in enumerate(zip(self._layers, self._kinds, strict=True)):
+            first.setdefault((kind, *(weight.shape for weight in module.parameters())), layer)
+        return list(first.values())
 
     def slots(self, tables: Sequence[torch.Tensor], positions: torch.Tensor) -> list[torch.Tensor]:
         """Return the slot numbers of `positions [T]` in a request with these block tables, by layer, on the device."""
@@ -298,9 +307,14 @@ class NativeLayers:
         return backend.get_builder_cls()(spec, names, config, self.device)
 
     def _metadata(self, batch: RowBatch, kind: tuple[Any, Any, int]) -> Any:
-        if self._built.get(kind) is not batch:
+        built, read = self._built.get(kind, (None, None))
+        if built is not batch:
             # The metadata is built again, because another batch may have overwritten the builder's buffers.
-            batch.metadata[kind], self._built[kind] = self._builders[kind].build(0, batch.common[kind[2]]), batch
+            if read is not None:
+                read.synchronize()
+            batch.metadata[kind] = self._builders[kind].build(0, batch.common[kind[2]])
+            cuda = self.device.type == "cuda"
+            self._built[kind] = batch, torch.cuda.current_stream(self.device).record_event() if cuda else None
         return batch.metadata[kind]
 
     @contextmanager

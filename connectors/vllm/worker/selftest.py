@@ -92,7 +92,7 @@ def _as_compiled(canvas: PagedCanvas, whole: list[KV], in_two: list[KV]) -> bool
 
 
 def run_full_batch(layers: NativeLayers, rows: int) -> int:
-    """Run a layer with the largest batch that a blend uses, so that a lack of memory shows at the start.
+    """Run layers with the largest batch that a blend uses, so that a lack of memory shows at the start.
 
     With several ranks, a smaller batch is run first. From its memory the ranks estimate the memory of the full batch,
     and agree whether it fits. Otherwise an error on one rank in the middle of a layer would leave the other ranks
@@ -109,7 +109,10 @@ def run_full_batch(layers: NativeLayers, rows: int) -> int:
 
 
 def _bytes_of(layers: NativeLayers, rows: int) -> int:
-    """Run rows through a layer, and return the bytes that they took on a GPU. All rows use block 1, which is unused."""
+    """Run rows through one layer of each kind, and return the bytes that this took on a GPU.
+
+    All rows use block 1, which is unused.
+    """
     positions = torch.arange(rows + 1)
     table, scattered = torch.ones_like(positions[:: layers.block_size]), positions[positions != 1]
     cuda, before = layers.device.type == "cuda", allocated(layers.device)
@@ -118,8 +121,9 @@ def _bytes_of(layers: NativeLayers, rows: int) -> int:
             torch.cuda.reset_peak_memory_stats(layers.device)
         with torch.inference_mode():
             batches = layers.begin(torch.zeros_like(positions), scattered, [table] * layers.group_count, rows)
-            for batch in batches.batches:
-                layers.run(0, batches, batch)
+            for layer in layers.samples:
+                for batch in batches.batches:
+                    layers.run(layer, batches, batch)
     finally:
         _clear(layers, [(1,)] * layers.group_count)
     return torch.cuda.max_memory_allocated(layers.device) - before if cuda else 0

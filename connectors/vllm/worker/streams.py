@@ -3,7 +3,7 @@
 Here, "GPU" means a CUDA or ROCm device. On other devices, copies are issued like the model's work.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -55,18 +55,21 @@ class Streams:
 class LayerLoads:
     """Loads of whole pages, layer by layer; the model's work waits for one layer at a time."""
 
-    def __init__(self, load: Callable[[int], None], cost: int, streams: Streams) -> None:
+    def __init__(
+        self, load: Callable[[int], None], cost: int, streams: Streams, used: Sequence[torch.Tensor] = ()
+    ) -> None:
         """Prepare loads without issuing them.
 
-        `load` issues the copies of a layer. `cost` is the number of rows whose computation would take the same time.
+        `load` issues the copies of a layer, for which it reads the tensors `used`. `cost` is the number of rows whose
+        computation would take the same time.
         """
-        self._load, self.cost, self._streams = load, cost, streams
+        self._load, self.cost, self._streams, self._used = load, cost, streams, used
         self._issued: dict[int, torch.cuda.Event | None] = {}  # by layer
 
     def begin(self, layer: int) -> None:
         """Issue the copies of a layer after the model work issued until now, unless they have been issued."""
         if layer not in self._issued:
-            with self._streams.behind(self._streams.load):
+            with self._streams.behind(self._streams.load, *self._used):
                 self._load(layer)
                 self._issued[layer] = self._streams.event()
 

@@ -125,6 +125,7 @@ class Worker:
         if self._blends:
             refused = why_not or self._prepare_blending(caches, model)
         shape = self._layers.shape if self._layers else None
+        dtypes = [str(one.dtype) for one in self._layers.shapes] if self._layers else []
         return WorkerFacts(
             rank=(get_pp_group().rank_in_group, get_tensor_model_parallel_rank()),
             page_bytes=self._pages.page_bytes,
@@ -134,6 +135,7 @@ class Worker:
             head_dim=shape.head_dim if shape else 0,
             value_dim=shape.value_dim if shape else 0,
             dtype=str(shape.dtype if shape else cache.dtype),
+            dtypes=",".join(dtypes) if len(set(dtypes)) > 1 else "",
             rope=self._layers.rope if self._layers else "",
             refused=refused,
         )
@@ -456,7 +458,7 @@ class Worker:
                 self._pages.duplicate(layer, *copied)
 
         most = max([len(own), *(len(_blocks(copies)) for copies in by_group.values())])
-        return LayerLoads(load, most * self._block_size // COPY_COST + 1, self._streams)
+        return LayerLoads(load, most * self._block_size // COPY_COST + 1, self._streams, used=copied)
 
     def _blend(self, job: BlendJob) -> Generator[Cost, None, None]:
         assert self._layers is not None
