@@ -258,6 +258,22 @@ def served(make):
         yield lab
 
 
+def test_a_list_goes_on_where_the_page_before_ended_and_has_what_was_asked_for(served):
+    code, out, _ = lmc("documents", "list", "--limit", "1", "--url", served.url)
+    place = out.split("for more: --after ")[1].strip()
+    assert (code, "1 of 2 documents" in out) == (0, True)
+    code, rest, _ = lmc("documents", "list", "--after", place, "--url", served.url)
+    assert (code, "1 of 2 documents" in rest, "for more" in rest) == (0, True, False)
+    assert out.splitlines()[1] != rest.splitlines()[1]
+    for option, value in (("--name", "other"), ("--model", "other"), ("--tenant", "f"), ("--unused-for", "1h")):
+        assert "0 of 0 documents" in lmc("documents", "list", option, value, "--url", served.url)[1]
+    for wrong, said in ((("--after", "x"), "use `next`"), (("--unused-for", "long"), "invalid time 'long'")):
+        code, _, err = lmc("documents", "list", *wrong, "--url", served.url)
+        assert (code, said in err) == (2, True)
+    with pytest.raises(Refused, match="must be a whole number of seconds"):
+        HttpClient(served.url).ask("/v1/documents?unused_for=1h")
+
+
 def test_the_endpoint_answers_what_the_commands_ask(served, tmp_path):
     client = HttpClient(served.url)
     assert client.ask("/health") == {"status": "ok"}
@@ -440,18 +456,18 @@ def test_a_document_is_chosen_by_its_id_before_a_name_and_never_by_nothing(make)
     (first,) = (one["id"] for one in found.documents.listed()["documents"])
     lab.serve("named as another's id", DOC_B, {"learn": True, "name": first[:6] + " "})
     for one in lab.engine.known.list():
-        one.name = first if list(one.tokens) == DOC_B else ""
+        lab.engine.known.rename(one, first if list(one.tokens) == DOC_B else "")
     assert [one["id"] for one in found.documents.show(first)["documents"]] == [first]
     for nothing in ("", " "):
         with pytest.raises(InputError, match="unknown document"):
             found.documents.remove(nothing)
     assert found.documents.listed()["total"] == 2
     for one in lab.engine.known.list():
-        one.name = first[:6] if list(one.tokens) == DOC_B else ""
+        lab.engine.known.rename(one, first[:6] if list(one.tokens) == DOC_B else "")
     with pytest.raises(InputError, match=f"2 known documents have the name .*, such as .*{first[:12]}"):
         found.documents.remove(first[:6])
     for one in lab.engine.known.list():
-        one.name = first[:5] if list(one.tokens) == DOC_B else ""
+        lab.engine.known.rename(one, first[:5] if list(one.tokens) == DOC_B else "")
     assert [one["name"] for one in found.documents.show(first[:5])["documents"]] == [first[:5]]
 
 

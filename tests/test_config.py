@@ -55,6 +55,7 @@ def test_the_list_of_settings_is_frozen() -> None:
         "remote_ttl",
         "remote_prefix",
         "document_share",
+        "max_document_index_size",
         "load_policy",
         "load_deadline",
         "enable_blending",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lmc.documents.block_table import _Table
 from lmc.documents.finder import BLOCK, STRIDE, WHOLE, DocumentFinder, FoundRun
 from lmc.documents.finder import _equal as measured
-from lmc.documents.known import KnownDocuments
+from lmc.documents.known import KnownDocuments, known_bytes
 from lmc.keys import document_keys
 
 
@@ -239,9 +239,9 @@ def test_nothing_is_left_that_a_search_at_every_shift_would_find(dice, count):
             assert max(map(len, equal.tobytes().split(b"\0"))) < 64
 
 
-def test_known_documents_are_found_in_their_own_namespace_until_they_are_forgotten(monkeypatch):
+def test_known_documents_are_found_in_their_own_namespace_until_they_are_forgotten():
     dice = random.Random(8)
-    known, mine, yours = KnownDocuments(finds=True), b"mine", b"yours"
+    known, mine, yours = KnownDocuments(finds=True, max_bytes=2 * known_bytes(400, 2)), b"mine", b"yours"
     first, second = (text.tokens for text in texts(dice, 2))
     for namespace, tokens in ((mine, first), (yours, second)):
         known.note(namespace, tokens, document_keys(namespace, tokens, 256))
@@ -249,7 +249,6 @@ def test_known_documents_are_found_in_their_own_namespace_until_they_are_forgott
     assert [(run.at, run.tokens) for run in known.find(mine, prompt, 64)] == [(0, 400)]
     assert [(run.at, run.tokens) for run in known.find(yours, prompt, 64)] == [(400, 400)]
     assert known.find(b"another", prompt, 64) == []
-    monkeypatch.setattr("lmc.documents.known.MAX_KNOWN_TOKENS", 800)
     known.note(mine, second, document_keys(mine, second, 256))
     assert known.find(mine, first, 64) == []
     assert [run.tokens for run in known.find(mine, second, 64)] == [400]

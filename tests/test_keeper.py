@@ -19,8 +19,8 @@ from lmc.blend.segments import Span
 from lmc.config.settings import Settings
 from lmc.documents import file as documents_file
 from lmc.documents import keeper
-from lmc.documents import known as known_documents
 from lmc.documents.admin import DocumentAdmin
+from lmc.documents.known import known_bytes
 from lmc.engine import CacheEngine
 from lmc.errors import InputError
 from lmc.keys import Namespace, RecordKind
@@ -468,9 +468,8 @@ def test_an_engine_that_nobody_has_any_more_ends_its_thread(tmp_path, monkeypatc
     assert not thread.is_alive()
 
 
-def test_documents_with_names_are_forgotten_when_there_are_too_many(tmp_path, monkeypatch):
-    monkeypatch.setattr(known_documents, "MAX_KNOWN_TOKENS", 60)
-    with closing(engine_of(tmp_path, records=100)) as engine:
+def test_documents_with_names_are_forgotten_when_there_are_too_many(tmp_path):
+    with closing(engine_of(tmp_path, records=100, max_document_index_size=3 * known_bytes(20, 2) / GIB)) as engine:
         engine.keeper.pin([learn(engine, A, name="a")])
         for number in range(10):
             learn(engine, [5000 + number * 20 + i for i in range(20)], name=f"n{number}")
@@ -588,9 +587,29 @@ def test_documents_with_another_chunk_size_are_not_listed(tmp_path):
         assert [list(one.tokens) for one in engine.known.list()] == [A]
 
 
-def test_documents_whose_time_is_over_are_forgotten_before_others(monkeypatch):
-    monkeypatch.setattr(known_documents, "MAX_KNOWN_TOKENS", 100)
-    with closing(engine_of(slots=64)) as engine:
+@pytest.mark.parametrize("limit", [1, 2, 3, 7])
+def test_documents_that_several_arenas_know_are_listed_once(limit):
+    """Arenas with equal chunks read the same disk. Each has its own time of the last use."""
+    with closing(engine_of(slots=32)) as one, closing(engine_of(slots=32)) as other:
+        documents = [[number * 20 + i for i in range(20)] for number in range(6)]
+        for tokens in documents:
+            learn(one, tokens)
+        for tokens in (documents[4], documents[0], documents[5]):
+            learn(other, tokens)
+        one.known.use(known(one, documents[2]).keys[-1:])
+        admin = DocumentAdmin(lambda: [one, other], lambda tokens, model: "", one.background)
+        listed, after = [], ""
+        while True:
+            page = admin.listed(limit, after)
+            listed += [document["id"] for document in page["documents"]]
+            if not (after := page["next"]):
+                break
+        assert listed == [known(one, documents[number]).id for number in (2, 5, 0, 4, 3, 1)]
+        assert page["total"] == admin.count() == 6
+
+
+def test_documents_without_a_time_limit_any_more_are_forgotten_as_others_are():
+    with closing(engine_of(slots=64, max_document_index_size=5 * known_bytes(20, 2) / GIB)) as engine:
         limited = []
         for number in range(20):
             limited.append(learn(engine, [number * 20 + i for i in range(20)]))

@@ -1,9 +1,14 @@
 """Documents that an engine knows."""
 
+import itertools
+import random
+from array import array
+from collections.abc import Iterable
+
 import pytest
 
-from lmc.documents import known as known_documents
-from lmc.documents.known import KnownDocuments, pack_tokens, unpack_tokens
+from lmc.documents.known import KnownDocument, KnownDocuments, known_bytes, pack_tokens, unpack_tokens
+from lmc.documents.table import DocumentTable, Filter, Use
 from lmc.keys import document_keys
 
 NAMESPACE = b"n" * 32
@@ -13,27 +18,110 @@ def note(known: KnownDocuments, tokens: list[int], *, used: bool = False, namesp
     known.note(namespace, tokens, document_keys(namespace, tokens, 4), used=used)
 
 
+def first_tokens(documents: Iterable[KnownDocument]) -> list[int]:
+    return [document.tokens[0] for document in documents]
+
+
 def test_what_was_used_last_comes_first_and_uses_are_counted() -> None:
     known = KnownDocuments()
     for tokens in ([1, 2, 3], [4, 5, 6, 7, 8], [9]):
         note(known, tokens)
     note(known, [1, 2, 3], used=True)
-    assert [(one.tokens.tolist(), one.uses) for one in known.list()] == [([1, 2, 3], 1), ([9], 0), ([4, 5, 6, 7, 8], 0)]
-    known.list()[0].removed = "by somebody"
-    assert (known.nearest([1, 2, 3], NAMESPACE), known.count()) == (None, 2)
+    total, documents = known.latest(10)
+    assert [(one.tokens.tolist(), one.uses) for one in documents] == [([1, 2, 3], 1), ([9], 0), ([4, 5, 6, 7, 8], 0)]
+    known.remove(documents[:1], "by somebody")
+    assert (known.nearest([1, 2, 3], NAMESPACE), known.count(), known.latest(10)[0]) == (None, 2, 2)
     note(known, [1, 2, 3])
     assert known.nearest([1, 2, 3], NAMESPACE) is not None
-    assert known.count() == 3
+    assert total == known.count() == 3
 
 
-def test_what_was_used_longest_ago_is_forgotten_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_documents, "MAX_KNOWN_TOKENS", 10)
-    known = KnownDocuments()
+def test_what_was_used_longest_ago_is_forgotten_beyond_the_limit(caplog: pytest.LogCaptureFixture) -> None:
+    known = KnownDocuments(max_bytes=2.5 * known_bytes(4, 1))
     for start in range(0, 40, 4):
         note(known, list(range(start, start + 4)))
-    assert [one.tokens[0] for one in known.list()] == [36, 32]
-    note(known, list(range(100)))
-    assert [len(one.tokens) for one in known.list()] == [100]
+    assert first_tokens(known.latest(10)[1]) == [36, 32]
+    known.use(document_keys(NAMESPACE, [32, 33, 34, 35], 4))
+    note(known, [40, 41, 42, 43])
+    assert first_tokens(known.latest(10)[1]) == [40, 32]
+    note(known, list(range(1000)))
+    assert [len(one.tokens) for one in known.latest(10)[1]] == [1000]
+    assert len(caplog.messages) == 1
+    assert "max_document_index_size" in caplog.text
+
+
+def test_documents_that_are_kept_are_not_forgotten_nor_looked_at_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    oldest = DocumentTable.oldest
+    monkeypatch.setattr(DocumentTable, "oldest", lambda self, limit: looked.append(limit) or oldest(self, limit))
+    known = KnownDocuments(max_bytes=100 * known_bytes(4, 1))
+    for start in range(200):
+        known.note(NAMESPACE, [start] * 4, document_keys(NAMESPACE, [start] * 4, 4)).pinned = True
+    assert known.count() == 200
+    assert len(looked) < 150
+    known.latest(1, Use.of(known.latest(150)[1][-1]))[1][0].pinned = False
+    for start in range(200, 210):
+        note(known, [start] * 4)
+    assert known.count() < 205
+
+
+def test_pages_have_each_document_once_although_some_are_used_meanwhile() -> None:
+    known, listed, after = KnownDocuments(), list[int](), None
+    for start in range(50):
+        note(known, [start] * 4)
+    tied = known.latest(20)[1][5:15]
+    for document in tied:  # Documents that are read at the start have the times of their files, which may be equal.
+        document.used = tied[0].used
+        known.rename(document, "tied")
+    while page := known.latest(7, after)[1]:
+        listed += first_tokens(page)
+        after = Use.parse(str(Use.of(page[-1])))
+        known.use([page[0].keys[-1]])
+    assert sorted(listed) == list(range(50))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_order_is_that_of_the_times_whatever_happens(seed: int) -> None:
+    draw, table, documents = random.Random(seed), DocumentTable[KnownDocument](), list[KnownDocument]()
+    for number in range(300):
+        if documents and draw.random() < 0.4:
+            document = draw.choice(documents)
+            document.used, document.removed = float(draw.randrange(50)), draw.choice(["", "", "by somebody"])
+            table.update(document)
+        elif documents and draw.random() < 0.3:
+            table.discard(documents.pop(draw.randrange(len(documents))))
+        else:
+            documents.append(KnownDocument(b"", array("I"), document_keys(b"", [number], 1), used=draw.randrange(50)))
+            table.add(documents[-1])
+        listed = sorted((one for one in documents if not one.removed), key=Use.of, reverse=True)
+        after, limit = Use(float(draw.randrange(50)), draw.choice("08f")), draw.randrange(1, 20)
+        assert table.count() == len(listed)
+        assert table.latest(limit) == listed[:limit]
+        assert table.latest(limit, after) == [one for one in listed if Use.of(one) < after][:limit]
+        oldest = [float("-inf") if one.removed else one.used for one in table.oldest(limit)]
+        assert oldest == sorted(float("-inf") if one.removed else one.used for one in documents)[:limit]
+
+
+def test_a_list_has_what_passes_all_conditions() -> None:
+    known = KnownDocuments()
+    for number, (name, model, tenant) in enumerate(itertools.product("ab", ("m-8b", "n-8b"), ("t1", "t2"))):
+        keys = document_keys(NAMESPACE, [number], 4)
+        known.note(NAMESPACE, [number], keys, name=f"{name}.md", model=model, tenant=tenant)
+    old = known.latest(10)[1][2:5]
+    for document in old:
+        document.used -= 100
+        known.rename(document, document.name)
+    assert first_tokens(known.latest(10, only=Filter(name="a.", model="n"))[1]) == [2, 3]
+    assert known.latest(1, only=Filter(tenant="t2"))[0] == 4
+    assert known.latest(10, only=Filter(unused_for=50)) == (3, old)
+    assert first_tokens(known.latest(2, tenant="t1")[1]) == [6, 2]
+    assert known.latest(10, only=Filter(unused_for=50, tenant="t1", model="8b")) == (1, old[1:2])
+    everything = known.list()
+    for only in (Filter(model="n"), Filter(tenant="t"), Filter(tenant="t2", unused_for=50), Filter(model="x")):
+        passing = sorted(filter(only.passes, everything), key=Use.of, reverse=True)
+        assert known.latest(3, only=only) == (len(passing), passing[:3])
+    page = known.latest(2, only=Filter(name="b"))[1]
+    assert first_tokens(known.latest(2, Use.of(page[-1]), Filter(name="b"))[1]) == [5, 4]
 
 
 def test_the_nearest_document_is_one_of_the_same_tenant_that_is_much_like_it() -> None:
@@ -61,3 +149,23 @@ def test_a_record_that_does_not_say_whose_it_is_gets_an_owner_when_somebody_know
     known.note(NAMESPACE, [1, 2, 3], document_keys(NAMESPACE, [1, 2, 3], 4), model="m", tenant="t")
     assert [(one.model, one.tenant) for one in known.list()] == [("m", "t")]
     assert ([one.tenant for one in known.list("t")], known.list("")) == (["t"], [])
+
+
+@pytest.mark.parametrize("tenant", [None, "t"])
+def test_documents_are_found_by_their_name_and_by_the_first_digits_of_their_id(tenant: str | None) -> None:
+    known = KnownDocuments()
+    documents = [
+        known.note(NAMESPACE, [number], document_keys(NAMESPACE, [number], 4), name=f"{number % 7}", tenant="t")
+        for number in range(300)
+    ]
+    mine = documents[100]
+    known.remove(documents[107:108], "by a user")
+    for digits in (0, 1, 2, 15, 16, 17, 64):
+        begin = mine.id[:digits]
+        there = [one for one in documents if one.id.startswith(begin) and not one.removed]
+        assert known.with_digits(begin, tenant) == there
+    assert (known.with_digits("0" * 65, tenant), known.with_digits("file", tenant)) == ([], [])
+    assert known.named("2", tenant) == [one for one in documents if one.name == "2" and one is not documents[107]]
+    known.rename(mine, "another")
+    assert known.named("another", tenant) == [mine]
+    assert mine not in known.named("2", tenant)

@@ -8,10 +8,11 @@ from storage_fakes import eventually, key_of, meta_of
 from test_keeper import A, B, C, engine_of, learn
 
 from lmc.background import Background
-from lmc.documents import known as known_documents
+from lmc.documents.known import known_bytes
 from lmc.engine import recall
 from lmc.engine.recall import Recall
 from lmc.keys import RecordKind
+from lmc.shapes import GIB
 from lmc.storage.contract import StoredChunk
 from lmc.storage.tiers.disk import DiskTier, tier
 
@@ -74,15 +75,14 @@ def test_an_error_ends_the_reading_and_not_the_engine(error, said, caplog):
     assert said in caplog.text
 
 
-def test_documents_are_known_in_the_order_of_their_use_and_the_newest_survive(tmp_path, monkeypatch):
+def test_documents_are_known_in_the_order_of_their_use_and_the_newest_survive(tmp_path):
     engine = engine_of(tmp_path)
     for document in (A, B, C):
         learn(engine, document)
     engine.close()
-    monkeypatch.setattr(known_documents, "MAX_KNOWN_TOKENS", 2 * len(A))
-    again = engine_of(tmp_path)
+    again = engine_of(tmp_path, max_document_index_size=2 * known_bytes(len(A), 2) / GIB)
     eventually(lambda: again.recall.ended)
-    assert [document.tokens.tolist() for document in again.known.list()] == [C, B]
+    assert [document.tokens.tolist() for document in again.known.latest(9)[1]] == [C, B]
     again.close()
 
 

@@ -13,6 +13,7 @@ from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.error import HTTPError
+from urllib.parse import quote
 from urllib.request import Request, urlopen
 
 import msgspec
@@ -430,7 +431,7 @@ def test_without_a_token_nothing_is_told(service):
 
 def test_a_server_without_a_token_answers_to_this_host_only(tmp_path):
     with administered(tmp_path, token="") as service:
-        assert service.ask("/v1/documents", token="") == {"documents": [], "total": 0}
+        assert service.ask("/v1/documents", token="") == {"total": 0, "next": "", "documents": []}
         connection = HTTPConnection("127.0.0.1", int(service.url.rpartition(":")[2]))
         with closing(connection):
             connection.request("GET", "/v1/documents", headers={"host": "rebound.example"})
@@ -507,7 +508,13 @@ def test_a_long_list_comes_in_pieces(service, monkeypatch):
     for tokens in (A, B, C):
         learn(engine, tokens)
     assert len(service.documents()) == 3
-    assert service.ask("/v1/documents?limit=2")["total"] == 3
+    page = service.ask("/v1/documents?limit=2")
+    assert (page["total"], len(page["documents"])) == (3, 2)
+    rest = service.ask(f"/v1/documents?limit=2&after={quote(page['next'])}")
+    assert (rest["total"], rest["next"]) == (3, "")
+    assert len({one["id"] for one in page["documents"] + rest["documents"]}) == 3
+    assert service.ask("/v1/documents?unused_for=1000")["total"] == 0
+    assert service.refusal("/v1/documents?after=somewhere")[0] == 400
     assert service.refusal(f"/v1/documents?limit={(1 << 30) + 1}")[0] == 400
 
 

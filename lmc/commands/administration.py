@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import typer
 from rich.table import Table
@@ -101,6 +101,11 @@ def list_documents(
     limit: Annotated[
         int, typer.Option(min=1, help="maximum number of documents; the most recently used come first")
     ] = 100,
+    after: Annotated[str, typer.Option(help="begin after this place, which the list before has shown")] = "",
+    name: Annotated[str, typer.Option(help="only documents whose name has this part")] = "",
+    model: Annotated[str, typer.Option(help="only documents of models whose name has this part")] = "",
+    tenant: Annotated[str, typer.Option(help="only documents of tenants that begin with these digits")] = "",
+    unused_for: Annotated[str, typer.Option(help="only documents not used for this time, such as 30d")] = "",
     url: Address = ADMIN_URL,
     as_json: AsJson = False,
 ) -> None:
@@ -108,7 +113,10 @@ def list_documents(
 
     Documents without a name are shown by their first words. Those with the same digits of the tenant are of one tenant.
     """
-    listing = _ask(url, f"/v1/documents?limit={limit}", "documents")
+    only = {"name": name, "model": model, "tenant": tenant, "after": after}
+    only |= {"unused_for": str(int(seconds_of(unused_for)))} if unused_for else {}
+    query = urlencode({"limit": limit} | {option: value for option, value in only.items() if value})
+    listing = _ask(url, f"/v1/documents?{query}", "documents")
     if as_json:
         print_json(listing)
         return
@@ -118,6 +126,8 @@ def list_documents(
         for row in (COLUMNS, *map(_row, listing["documents"])):
             typer.echo("\t".join(row))
     console().print(Text(f"{len(listing['documents'])} of {counted(listing['total'], 'document')}"))
+    if listing.get("next"):
+        console().print(Text(f"for more: --after {listing['next']}"))
 
 
 @documents.command()

@@ -132,6 +132,7 @@ class Settings(BaseModel):
     document_share: Real = Field(
         0.5, ge=0, le=1, description="the share of memory and of the disk, from 0 to 1, that belongs to documents"
     )
+    max_document_index_size: Real = Field(1.0, gt=0, description="a number of GB above 0")
     load_policy: Literal["auto", "always"] = Field(
         "auto", description="auto or always; to load nothing, leave local_disk and remote_url out"
     )

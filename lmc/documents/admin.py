@@ -1,11 +1,13 @@
 """Administration of documents while an engine or a cache server runs: lists, pins, time limits, names, removal."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from lmc.background import Background
 from lmc.documents.keeper import DocumentKeeper
 from lmc.documents.known import PREVIEW_CHARACTERS, KnownDocument, KnownDocuments
+from lmc.documents.table import ALL, Filter, Use
 from lmc.errors import InputError, NotFound
 from lmc.keys import LONGEST_NAME, MAX_TTL_SECONDS, tokens_digest
 from lmc.storage.contract import ChunkStore
@@ -51,21 +53,37 @@ class DocumentAdmin:
         """`text` decodes tokens, given the name of their model; None if it cannot."""
         self._sources, self._text, self._background = sources, text, background
 
-    def listed(self, limit: int = DEFAULT_LIST_LENGTH, tenant: str | None = None) -> Facts:
-        """Return the known documents, most recently used first."""
-        total, documents = self.listing(limit, tenant)
-        return {"documents": list(documents), "total": total}
+    def listed(
+        self, limit: int = DEFAULT_LIST_LENGTH, after: str = "", only: Filter = ALL, tenant: str | None = None
+    ) -> Facts:
+        """Return the known documents that pass a filter, most recently used first; see `page`."""
+        page = self.page(limit, after, only, tenant)
+        return page._asdict() | {"documents": list(page.documents)}
 
-    def listing(self, limit: int, tenant: str | None = None) -> tuple[int, Iterator[Facts]]:
-        """Return the number of known documents, and descriptions of up to `limit` of them."""
-        matches = self._known(tenant)
-        _refresh(matches[:limit])
-        return len(matches), (self._described(match) for match in self._background.gently(matches[:limit]))
+    def page(self, limit: int, after: str = "", only: Filter = ALL, tenant: str | None = None) -> "Page":
+        """Return a page of the list of documents that pass a filter, most recently used first.
+
+        It begins after the place `after`, which is `next` of an earlier page. Documents that were used since then have
+        moved to the beginning of the list. Raises `InputError` for another text.
+        """
+        place, sources = Use.parse(after) if after else None, self._sources()
+        lists = [source.known.latest(limit + 1, place, only, tenant) for source in sources]
+        if len(sources) == 1:
+            ((total, documents),) = lists
+        else:
+            total, documents = self._count(only, tenant), _merged(documents for _, documents in lists)
+        following = str(Use.of(documents[limit - 1])) if len(documents) > limit else ""
+        documents = documents[:limit]
+        if len(sources) > 1:  # If another source has seen a later use, the document was on an earlier page.
+            documents = [one for one in documents if all(copy.used <= one.used for copy in self._copies(one.id))]
+        matches = self._matches(documents)
+        _refresh(matches)
+        return Page(total, following, (self._described(match) for match in self._background.gently(matches)))
 
     def count(self) -> int:
         """Return the number of known documents."""
         sources = self._sources()
-        return sources[0].known.count() if len(sources) == 1 else len(self._known(None))
+        return sources[0].known.count() if len(sources) == 1 else self._count(ALL, None)
 
     def show(self, name: str, tenant: str | None = None) -> Facts:
         """Return the documents with this name, or the one whose id begins with it. Raises `InputError` without one."""
@@ -93,7 +111,7 @@ class DocumentAdmin:
                 source.keeper.expire(documents, ttl)
             if title:
                 for document in documents:
-                    document.name = title
+                    source.known.rename(document, title)
                 source.keeper.renamed(documents)
         return {"documents": [self._described(match) for match in matches]}
 
@@ -107,43 +125,47 @@ class DocumentAdmin:
             source.keeper.remove(documents)
         return {"removed": [match.known.id for match in matches]}
 
-    def _known(self, tenant: str | None) -> list["_Match"]:
-        sources = self._sources()
-        if len(sources) == 1:
-            documents = self._background.gently(sources[0].known.list(tenant))
-            return [_Match(document, sources) for document in documents if not document.removed]
-        by_id: dict[str, list[tuple[DocumentSource, KnownDocument]]] = {}
-        for source in sources:
-            for document in source.known.list(tenant):
-                if not document.removed:
-                    by_id.setdefault(document.id, []).append((source, document))
-        matches = [_match(copies) for copies in by_id.values()]
-        return sorted(matches, key=lambda match: match.known.used, reverse=True)
+    def _count(self, only: Filter, tenant: str | None) -> int:
+        """Return the number of documents that pass a filter, in any source."""
+        documents = chain.from_iterable(source.known.list(tenant) for source in self._sources())
+        return len({one.keys[-1] for one in self._background.gently(documents) if only.passes(one)})
+
+    def _copies(self, name: str) -> list[KnownDocument]:
+        """Return what the sources know of the document with this id."""
+        copies = (source.known.get(name) for source in self._sources())
+        return [copy for copy in copies if copy is not None and not copy.removed]
+
+    def _matches(self, documents: Iterable[KnownDocument]) -> list["_Match"]:
+        """Return documents with all sources that know them, except those that were removed in the meantime."""
+        matches, sources = [], self._sources()
+        for document in documents:
+            copies = [(source, copy) for source in sources if (copy := source.known.get(document.id))]
+            copies = [(source, copy) for source, copy in copies if not copy.removed]
+            if owned := sorted(copies, key=lambda copy: not copy[0].owns(copy[1])):
+                matches.append(_Match(owned[0][1], [source for source, _ in owned]))
+        return matches
 
     def _find(self, name: str, tenant: str | None) -> list["_Match"]:
-        copies = [(source, document) for source in self._sources() if (document := source.known.get(name.lower()))]
-        exact = [copy for copy in copies if not copy[1].removed and tenant in (None, copy[1].tenant)]
-        if exact:
-            return [_match(exact)]
-        named, prefixed = [], []
-        for match in self._background.gently(self._known(tenant) if name.strip() else []):
-            if match.known.name == name:
-                named.append(match)
-            elif match.known.id.startswith(name.lower()):
-                prefixed.append(match)
-        if named and len(name) < MIN_PREFIX_LENGTH:
-            prefixed = []
+        if exact := [copy for copy in self._copies(name.lower()) if tenant in (None, copy.tenant)]:
+            return self._matches(exact[:1])
+        named, prefixed = dict[str, KnownDocument](), dict[str, KnownDocument]()
+        for known in [source.known for source in self._sources() if name.strip()]:
+            named |= {document.id: document for document in known.named(name, tenant)}
+            prefixed |= {document.id: document for document in known.with_digits(name.lower(), tenant)}
+        prefixed = (
+            {} if named and len(name) < MIN_PREFIX_LENGTH else {i: d for i, d in prefixed.items() if i not in named}
+        )
         if len(prefixed) > 1 or bool(named) == bool(prefixed):
-            ids = ", ".join(match.known.id[:ID_DIGITS] for match in (*named, *prefixed)[:MAX_SHOWN_IDS])
+            ids = ", ".join(one[:ID_DIGITS] for one in (*named, *prefixed)[:MAX_SHOWN_IDS])
             count = len(named) + len(prefixed)
             if not count:
                 raise NotFound(f"unknown document {name!r}: `lmc documents list` shows names and ids")
             hint = f"use more digits of an id, such as {ids}" if prefixed else "use an id from `lmc documents list`"
             raise InputError(f"{count} known documents have the name {name!r}, or an id that begins with it: {hint}")
-        if len({match.known.namespace for match in named}) > 1:
-            ids = ", ".join(match.known.id[:ID_DIGITS] for match in named)
+        if len({document.namespace for document in named.values()}) > 1:
+            ids = ", ".join(one[:ID_DIGITS] for one in named)
             raise InputError(f"documents of several tenants or models have the name {name!r}: use an id ({ids})")
-        return named or prefixed
+        return self._matches((named or prefixed).values())
 
     def _described(self, match: "_Match") -> dict[str, Any]:
         document = match.known
@@ -178,6 +200,14 @@ class DocumentAdmin:
         return (" ".join(map(str, ids)), False) if text is None else (text, True)
 
 
+class Page(NamedTuple):
+    """A page of a list of documents."""
+
+    total: int  # number of documents in all pages
+    next: str  # the place after which the next page begins; empty on the last page
+    documents: Iterator[Facts]
+
+
 class _Match(NamedTuple):
     """A document, and the sources that know it. The source to which it belongs comes first."""
 
@@ -185,9 +215,12 @@ class _Match(NamedTuple):
     sources: Sequence[DocumentSource]
 
 
-def _match(copies: list[tuple[DocumentSource, KnownDocument]]) -> _Match:
-    owned = sorted(copies, key=lambda copy: not copy[0].owns(copy[1]))
-    return _Match(owned[0][1], [source for source, _ in owned])
+def _merged(lists: Iterable[Sequence[KnownDocument]]) -> Sequence[KnownDocument]:
+    """Return the documents of some lists, each once with its latest use, most recently used first."""
+    by_id: dict[str, KnownDocument] = {}
+    for document in chain.from_iterable(lists):
+        by_id[document.id] = max(document, by_id.get(document.id, document), key=Use.of)
+    return sorted(by_id.values(), key=Use.of, reverse=True)
 
 
 def _refresh(matches: Sequence[_Match]) -> None:

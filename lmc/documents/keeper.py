@@ -168,7 +168,6 @@ class Keeper(DocumentKeeper):
         with self.moving:
             self._unpin(documents)
             self._note(documents)
-        self._known.may_forget(documents)
 
     def expire(self, documents: Sequence[KnownDocument], seconds: float | None) -> None:
         """Set documents to expire in `seconds`, pinned or not. None removes the time limit."""
@@ -176,7 +175,6 @@ class Keeper(DocumentKeeper):
             for document in documents:
                 document.expires = time.time() + seconds if seconds is not None else 0.0
         self._note(documents)
-        self._known.may_forget(documents)
 
     def remove(self, documents: Sequence[KnownDocument]) -> None:
         """Remove documents from memory, from all tiers, and from the queue of documents to learn."""
@@ -194,7 +192,6 @@ class Keeper(DocumentKeeper):
                 self._store.forget(key)
             with self._mutex:
                 dropped = [self._kept.pop(document.id, None) for document in documents]
-        self._known.may_forget(documents)
         if any(dropped):
             self._rewrite()  # Appending would leave the removed documents in the file.
 
@@ -301,7 +298,9 @@ class Keeper(DocumentKeeper):
             return True
         model, tenant = str(entry.get("model", "")), str(entry.get("tenant", ""))
         document = self._known.note(namespace, tokens, keys, model=model, tenant=tenant)
-        document.name, document.expires = str(entry.get("name", "")) or document.name, expires
+        if name := str(entry.get("name", "")):
+            self._known.rename(document, name)
+        document.expires = expires
         fits = not pinned or self._share.take(self._size(document)) <= 1
         if pinned and fits:
             self._pin(document)

@@ -5,30 +5,37 @@ what is reused: the store does, chunk by chunk.
 """
 
 import base64
+import logging
 import threading
 import time
 import zlib
 from array import array
-from collections import OrderedDict, defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import nlargest
+from string import hexdigits
 
 import numpy as np
 
 from lmc.background import Background
 from lmc.documents.finder import DocumentFinder, FoundRun
+from lmc.documents.table import ALL, DocumentTable, Filter, Use
 from lmc.keys import ChunkKey, chunk_bounds
-from lmc.shapes import KVShape, aligned
+from lmc.shapes import GIB, KVShape, aligned
+
+log = logging.getLogger(__name__)
 
 # Upper bounds for a record's header: its metadata, one checksum per part, and one token in its label.
 HEADER_BYTES, CHECKSUM_BYTES, LABEL_BYTES = 1024, 24, 6
 COMPARED_DOCUMENTS = 64  # documents per batch of the first comparison
 MAX_CANDIDATES = 16  # documents that are compared exactly
 PREVIEW_CHARACTERS = 60  # characters of a document in lists
-# Maximum number of tokens of all documents (64 MiB). Beyond it, the least recently used documents are forgotten, except
-# those that are pinned or have a time limit.
-MAX_KNOWN_TOKENS = 1 << 24
+# Memory of a known document: of its entries here, of each of its keys, and of each of its tokens with its share of the
+# finder's blocks. `bench/scale.py` measures it.
+DOCUMENT_BYTES, KEY_BYTES, TOKEN_BYTES = 700, 100, 5
+BATCHES = 64  # The documents to forget are chosen in batches, each of one in 64 documents.
 LONGEST_DOCUMENT = 1 << 22  # tokens
 REMOVED_BY_USER = "lmc documents remove"  # reason for the removal of a document
 
@@ -49,6 +56,7 @@ class KnownDocument:
     tenant: str = ""  # digest of the cache salt
     pinned: bool = False  # Only the keeper sets `pinned` and `expires`.
     expires: float = 0.0  # when it expires, in seconds since 1970; 0 for never
+    row: int = field(default=-1, repr=False)  # see `DocumentTable`
 
     @property
     def id(self) -> str:
@@ -60,20 +68,36 @@ class KnownDocument:
         """Whether it must not be forgotten, because it is pinned or has a time limit."""
         return bool(self.pinned or self.expires)
 
+    @property
+    def bytes(self) -> int:
+        """About how much memory it takes while it is known."""
+        return known_bytes(len(self.tokens), len(self.keys))
+
+
+def known_bytes(tokens: int, chunks: int) -> int:
+    """Return about how many bytes of memory a known document of `tokens` tokens in `chunks` chunks takes."""
+    return DOCUMENT_BYTES + KEY_BYTES * chunks + TOKEN_BYTES * tokens
+
 
 class KnownDocuments:
     """All known documents. Any thread may call any method."""
 
-    def __init__(self, background: Background | None = None, *, finds: bool = False) -> None:
+    def __init__(
+        self, background: Background | None = None, *, finds: bool = False, max_bytes: float = float("inf")
+    ) -> None:
         """Create an empty collection. With a `background`, long work makes way for the engine's steps.
 
-        With `finds`, documents can be found in prompts.
+        With `finds`, documents can be found in prompts. Beyond `max_bytes` of memory, the least recently used documents
+        are forgotten, except those that are pinned or have a time limit.
         """
         self._background = background or Background()
-        self._documents: OrderedDict[str, KnownDocument] = OrderedDict()  # least recently used first
-        self._forgettable: OrderedDict[str, None] = OrderedDict()  # ids in the same order, without kept ones
-        self._by_tenant: dict[str, dict[str, KnownDocument]] = {}
-        self._tokens = 0
+        self._documents: dict[ChunkKey, KnownDocument] = {}  # by their last key
+        self._by_tenant: dict[str, dict[ChunkKey, KnownDocument]] = {}
+        self._table = DocumentTable[KnownDocument]()
+        self._bytes, self._max_bytes = 0, max_bytes
+        self._allowed_bytes = max_bytes  # more than `max_bytes` if kept documents take more
+        self._oldest: deque[tuple[float, KnownDocument]] = deque()  # with the times of their last use; forgotten next
+        self._too_many = False  # whether a document was forgotten, or did not become known, because of `max_bytes`
         self._finds = finds
         self._finders: dict[bytes, DocumentFinder[KnownDocument]] = {}  # by namespace
         self._new: defaultdict[bytes, list[KnownDocument]] = defaultdict(list)  # documents that the finder lacks
@@ -86,25 +110,18 @@ class KnownDocuments:
         keys: Sequence[ChunkKey],
         *,
         used: bool = False,
+        name: str = "",
         model: str = "",
         tenant: str = "",
     ) -> KnownDocument:
-        """Record that a document was learned, or `used` by a prompt, and return it."""
+        """Record that a document was learned, or `used` by a prompt, and return it. One without a name gets `name`."""
         with self._mutex:
-            document, name = self._noted(namespace, tokens, keys, model, tenant), keys[-1].hex()
+            document = self._noted(namespace, tokens, keys, name, model, tenant)
             if document.removed and self._finds:
                 self._new[namespace].append(document)
             document.uses, document.used, document.removed = document.uses + used, time.time(), ""
-            self._queue(name, newest=True)
-            while self._tokens > MAX_KNOWN_TOKENS and len(self._forgettable) > 1:
-                oldest, _ = self._forgettable.popitem(last=False)
-                if not self._documents[oldest].kept:
-                    forgotten = self._documents.pop(oldest)
-                    self._tokens -= len(forgotten.tokens)
-                    self._no_longer_find(forgotten)
-                    self._by_tenant[forgotten.tenant].pop(oldest)
-                    if not self._by_tenant[forgotten.tenant]:
-                        del self._by_tenant[forgotten.tenant]
+            self._table.update(document)
+            self._forget_oldest(document)
             return document
 
     def recall(
@@ -120,38 +137,27 @@ class KnownDocuments:
     ) -> KnownDocument | None:
         """Record a document that an earlier process has learned, last `used` at a time in seconds since 1970.
 
-        A document that was not known becomes the least recently used one. Returns None for one that exceeds
-        `MAX_KNOWN_TOKENS`.
+        Returns None for one that exceeds `max_bytes`.
         """
         with self._mutex:
-            is_new = keys[-1].hex() not in self._documents
-            if is_new and self._tokens + len(tokens) > MAX_KNOWN_TOKENS:
+            is_new = keys[-1] not in self._documents
+            if is_new and self._bytes + known_bytes(len(tokens), len(keys)) > self._max_bytes:
+                self._note_too_many()
                 return None
-            document = self._noted(namespace, tokens, keys, model, tenant)
-            document.name = document.name or name
+            document = self._noted(namespace, tokens, keys, name, model, tenant)
             if is_new:
                 document.used = used or document.used
-                self._queue(document.id, newest=False)
+            self._table.update(document)
             return document
 
     def use(self, keys: Iterable[ChunkKey]) -> None:
         """Count a use of each document whose last chunk is among these."""
         with self._mutex:
             for key in keys:
-                document = self._documents.get(key.hex())
+                document = self._documents.get(key)
                 if document is not None:
                     document.uses, document.used = document.uses + 1, time.time()
-                    self._documents.move_to_end(document.id)
-                    if document.id in self._forgettable:
-                        self._forgettable.move_to_end(document.id)
-
-    def may_forget(self, documents: Iterable[KnownDocument]) -> None:
-        """Allow these documents to be forgotten again, if they are not kept. They are forgotten first."""
-        with self._mutex:
-            for document in documents:
-                if not document.kept and document.id in self._documents and document.id not in self._forgettable:
-                    self._forgettable[document.id] = None
-                    self._forgettable.move_to_end(document.id, last=False)
+                    self._table.update(document)
 
     def remove(self, documents: Iterable[KnownDocument], reason: str) -> None:
         """Mark documents as removed. They are not found in prompts any more, until they are noted again."""
@@ -160,6 +166,8 @@ class KnownDocuments:
                 if not document.removed:
                     self._no_longer_find(document)
                     document.removed = reason
+                    if self._documents.get(document.keys[-1]) is document:
+                        self._table.update(document)
 
     def unused(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
         """Return which of these chunks belong to no document, except to removed ones."""
@@ -173,32 +181,70 @@ class KnownDocuments:
         """Forget all documents."""
         with self._mutex:
             self._documents.clear()
-            self._forgettable.clear()
             self._by_tenant.clear()
+            self._table = DocumentTable()
+            self._oldest.clear()
             self._finders.clear()
             self._new.clear()
-            self._tokens = 0
+            self._bytes = 0
 
     def get(self, name: str) -> KnownDocument | None:
         """Return the document with this id; None if it is unknown."""
-        with self._mutex:
-            return self._documents.get(name)
+        with suppress(ValueError), self._mutex:
+            return self._documents.get(ChunkKey(bytes.fromhex(name)))
+        return None
 
     def list(self, tenant: str | None = None) -> "list[KnownDocument]":
-        """Return all documents, or those of a tenant, most recently used first.
+        """Return all documents, or those of a tenant, also removed ones, in no order.
 
         The time for a tenant's documents does not depend on the number of other tenants' documents.
         """
         with self._mutex:
-            if tenant is None:
-                return list(reversed(self._documents.values()))
-            documents = list(self._by_tenant.get(tenant, {}).values())
-        return sorted(documents, key=lambda document: document.used, reverse=True)
+            return list((self._documents if tenant is None else self._by_tenant.get(tenant, {})).values())
+
+    def latest(
+        self, limit: int, after: Use | None = None, only: Filter = ALL, tenant: str | None = None
+    ) -> tuple[int, Sequence[KnownDocument]]:
+        """Return how many documents pass a filter, and up to `limit` of them, most recently used first.
+
+        The list begins after a last use, the number does not. A page of a million documents takes a hundredth of a
+        second, unless the filter has a `name`. The time for a `tenant` does not depend on other tenants' documents.
+        """
+        if tenant is None and not only.name:
+            with self._mutex:
+                return self._table.count(only), self._table.latest(limit, after, only)
+        documents = [document for document in self._background.gently(self.list(tenant)) if only.passes(document)]
+        later = (one for one in self._background.gently(documents) if after is None or Use.of(one) < after)
+        return len(documents), nlargest(limit, later, key=Use.of)
+
+    def named(self, name: str, tenant: str | None = None) -> Sequence[KnownDocument]:
+        """Return the documents with this name, of all tenants or of one, without removed ones."""
+        if tenant is None:
+            with self._mutex:
+                return self._table.named(name)
+        return [one for one in self._background.gently(self.list(tenant)) if one.name == name and not one.removed]
+
+    def with_digits(self, digits: str, tenant: str | None = None) -> Sequence[KnownDocument]:
+        """Return the documents whose id begins with these digits, of all tenants or of one, without removed ones."""
+        if not set(digits) <= set(hexdigits.lower()):
+            return []
+        if tenant is None:
+            with self._mutex:
+                return self._table.with_digits(digits)
+        documents = self._background.gently(self.list(tenant))
+        return [document for document in documents if document.id.startswith(digits) and not document.removed]
+
+    def rename(self, document: KnownDocument, name: str) -> None:
+        """Give a document a name."""
+        with self._mutex:
+            document.name = name
+            if self._documents.get(document.keys[-1]) is document:
+                self._table.update(document)
 
     def count(self) -> int:
         """Return the number of known documents that were not removed."""
         with self._mutex:
-            return len(self._documents) - sum(bool(document.removed) for document in self._documents.values())
+            return self._table.count()
 
     def with_tokens(self, tokens: "array[int]") -> Sequence[KnownDocument]:
         """Return the documents of all namespaces that have exactly these tokens."""
@@ -246,28 +292,60 @@ class KnownDocuments:
         return best if share > 0.5 else None
 
     def _noted(
-        self, namespace: bytes, tokens: Sequence[int], keys: Sequence[ChunkKey], model: str, tenant: str
+        self, namespace: bytes, tokens: Sequence[int], keys: Sequence[ChunkKey], name: str, model: str, tenant: str
     ) -> KnownDocument:
-        """Return the document with these keys. A new one becomes known."""
-        name = keys[-1].hex()
-        document = self._documents.get(name)
+        """Return the document with these keys. A new one becomes known. The table does not know of changes yet."""
+        document = self._documents.get(keys[-1])
         if document is None:
             document = KnownDocument(namespace, array("I", tokens), tuple(keys), model=model, tenant=tenant)
-            self._documents[name] = self._by_tenant.setdefault(tenant, {})[name] = document
-            self._tokens += len(tokens)
+            self._documents[keys[-1]] = self._by_tenant.setdefault(tenant, {})[keys[-1]] = document
+            self._table.add(document)
+            self._bytes += document.bytes
             if self._finds:
                 self._new[namespace].append(document)
         elif (model or tenant) and not (document.model or document.tenant):  # Older records have neither.
-            self._by_tenant[""].pop(name)
+            self._by_tenant[""].pop(keys[-1])
             document.model, document.tenant = model, tenant
-            self._by_tenant.setdefault(tenant, {})[name] = document
+            self._by_tenant.setdefault(tenant, {})[keys[-1]] = document
+        document.name = document.name or name
         return document
 
-    def _queue(self, name: str, *, newest: bool) -> None:
-        """Make a document the most or the least recently used one."""
-        self._documents.move_to_end(name, last=newest)
-        self._forgettable[name] = None
-        self._forgettable.move_to_end(name, last=newest)
+    def _forget_oldest(self, newest: KnownDocument) -> None:
+        """Forget the least recently used documents beyond the limit, except the `newest` one and those that are kept.
+
+        They are chosen in batches, so that most calls choose none.
+        """
+        batches = iter((len(self._documents) // BATCHES + 1, len(self._documents)))
+        while self._bytes > self._allowed_bytes:
+            if not self._oldest:
+                if (batch := next(batches, None)) is None:  # All are kept. They are not all looked at in each call.
+                    self._allowed_bytes = self._bytes + self._max_bytes / BATCHES
+                    return
+                self._oldest.extend((document.used, document) for document in self._table.oldest(batch))
+            used, document = self._oldest.popleft()
+            is_known = self._documents.get(document.keys[-1]) is document
+            if is_known and document is not newest and not document.kept and document.used == used:
+                self._forget(document)
+                self._allowed_bytes = self._max_bytes
+
+    def _forget(self, document: KnownDocument) -> None:
+        key = document.keys[-1]
+        del self._documents[key], self._by_tenant[document.tenant][key]
+        if not self._by_tenant[document.tenant]:
+            del self._by_tenant[document.tenant]
+        self._table.discard(document)
+        self._bytes -= document.bytes
+        self._no_longer_find(document)
+        self._note_too_many()
+
+    def _note_too_many(self) -> None:
+        if not self._too_many:
+            self._too_many = True
+            log.warning(
+                "the known documents take %.1f GB: the least recently used ones are forgotten, and are not found in "
+                "prompts any more; to know more, raise max_document_index_size",
+                self._max_bytes / GIB,
+            )
 
     def _no_longer_find(self, document: KnownDocument) -> None:
         """Remove a document from its finder. Tenants without documents have no finder."""

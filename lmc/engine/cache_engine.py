@@ -80,7 +80,9 @@ class CacheEngine:
         self.learning = LearnQueue(self.store.slots * self.chunk_size)
         self.recalled: dict[ChunkKey, str] = {}  # `NewChunk.details` of the records on disk
         self.background = Background()
-        self.known = KnownDocuments(self.background, finds=settings.finds_known)
+        self.known = KnownDocuments(
+            self.background, finds=settings.finds_known, max_bytes=settings.max_document_index_size * GIB
+        )
         self._exact_pages = self.namespace(RecordKind.PAGES)
         self.recall = Recall(self.store.records(), self._take, self.known.prepare, self.background)
         self.keeper = self._open_keeper()
@@ -206,17 +208,26 @@ class CacheEngine:
         return Unlearned(self.namespace(RecordKind.DOCUMENT, salt), tuple(prompt[span.start : span.stop]), name)
 
     def note(
-        self, prompt: Sequence[int], documents: Iterable[DocumentMatch], salt: str = "", *, used: bool = False
+        self,
+        prompt: Sequence[int],
+        documents: Iterable[DocumentMatch],
+        salt: str = "",
+        *,
+        used: bool = False,
+        name: str = "",
     ) -> list[KnownDocument]:
-        """Record documents of a prompt as stored, or as `used` by it. Returns their entries in `known`."""
+        """Record documents of a prompt as stored, or as `used` by it. Returns their entries in `known`.
+
+        Those without a name get `name`.
+        """
         namespace, noted = self.namespace(RecordKind.DOCUMENT, salt), []
-        model, tenant = self.names.model, tenant_of(salt)
+        owner = {"name": name, "model": self.names.model, "tenant": tenant_of(salt)}
         for document in documents:
             if document.known is not None:
                 self.known.use(document.known.keys[-1:])
             elif tokens := prompt[document.span.start : document.span.stop]:
                 keys = [piece.key for piece in document.pieces]
-                noted.append(self.known.note(namespace, tokens, keys, used=used, model=model, tenant=tenant))
+                noted.append(self.known.note(namespace, tokens, keys, used=used, **owner))
         return noted
 
     def begin_anew(self) -> None:
@@ -337,8 +348,7 @@ class CacheEngine:
                 self.store.abort(begun)
             return None
         slots = [None if place else new.pop(0) for place in places]
-        known = self.known.note(namespace, tokens, keys, model=self.names.model, tenant=tenant)
-        known.name = known.name or name
+        self.known.note(namespace, tokens, keys, name=name, model=self.names.model, tenant=tenant)
         return slots
 
     def owns(self, document: KnownDocument) -> bool:

@@ -49,6 +49,7 @@ class Arena:
         backing: "ArenaBacking",
         everything: ChangeLog,
         document_share: float,
+        max_known_bytes: float,
         share: PinnedShare,
         room: int,
         pins_file: Path | None,
@@ -65,7 +66,7 @@ class Arena:
         self.store = Store(
             slab, tiers, document_share=document_share, backing=backing, changes=changes, fair=self._fair
         )
-        self.known = KnownDocuments()
+        self.known = KnownDocuments(max_bytes=max_known_bytes)
         self._namespaces: set[bytes] = set()  # namespaces of documents that clients of this arena use
         self._neighbours = neighbours
         self._chunk_sizes: dict[bytes, int] = {}  # tokens of a full chunk, by namespace
@@ -106,8 +107,7 @@ class Arena:
         """Register a document from its last chunk, whose label contains all tokens of the document."""
         if (labelled := self._labelled(meta)) is not None:
             tokens, keys, name = labelled
-            document = self.known.note(meta.namespace, tokens, keys, model=meta.model, tenant=meta.tenant)
-            document.name = document.name or name
+            document = self.known.note(meta.namespace, tokens, keys, name=name, model=meta.model, tenant=meta.tenant)
             self.learned.add(document)
         self.waiting.discard(meta.key.hex())
 

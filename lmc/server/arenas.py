@@ -204,6 +204,7 @@ class Arenas:
             backing=ArenaBacking(self.budget, layout, slab, journal, list(map(Slot, range(slots))) if adopted else ()),
             everything=self.changes,
             document_share=settings.document_share,
+            max_known_bytes=settings.max_document_index_size * GIB,
             share=self._pinned,
             room=self._room_for_pins(),
             pins_file=self._pins_file(layout),

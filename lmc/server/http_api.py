@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +19,8 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.types import Receive, Scope, Send
 
 from lmc import __version__
-from lmc.documents.admin import DEFAULT_LIST_LENGTH
+from lmc.documents.admin import DEFAULT_LIST_LENGTH, Page
+from lmc.documents.table import Filter
 from lmc.errors import InputError, NotFound
 from lmc.http.server import VISITOR, Guard, Visitor
 from lmc.keys import LONGEST_NAME, MAX_TTL_SECONDS, TENANT_DIGITS, tenant_of
@@ -179,9 +180,18 @@ async def _events(of: Overview, last: str) -> AsyncIterator[str]:
 
 def _add_documents(app: FastAPI, of: Overview) -> None:
     @app.get("/v1/documents", summary="List documents, the most recently used first")
-    def listed(caller: Caller, limit: Limit = DEFAULT_LIST_LENGTH) -> StreamingResponse:
-        total, documents = of.documents.listing(limit, caller.tenant)
-        return StreamingResponse(_listing(total, documents), media_type="application/json")
+    def listed(
+        caller: Caller,
+        limit: Limit = DEFAULT_LIST_LENGTH,
+        after: Annotated[str, Query(description="`next` of the previous page")] = "",
+        name: Annotated[str, Query(description="only documents whose name has this part")] = "",
+        model: Annotated[str, Query(description="only documents of models whose name has this part")] = "",
+        tenant: Annotated[str, Query(description="only documents of tenants that begin with these digits")] = "",
+        unused_for: Annotated[int, Query(ge=0, description="only documents not used for so many seconds")] = 0,
+    ) -> StreamingResponse:
+        only = Filter(name=name, model=model, tenant=tenant, unused_for=unused_for)
+        page = of.documents.page(limit, after, only, caller.tenant)
+        return StreamingResponse(_pieces(page), media_type="application/json")
 
     @app.get("/v1/documents/{name:path}", summary="Show documents, by name or by the first digits of an id")
     def show(caller: Caller, name: str) -> dict[str, Any]:
@@ -198,14 +208,14 @@ def _add_documents(app: FastAPI, of: Overview) -> None:
         return dict(of.documents.remove(name, caller.tenant))
 
 
-def _listing(total: int, documents: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a list as JSON in pieces.
+def _pieces(page: Page) -> Iterator[str]:
+    """Yield a page as JSON in pieces.
 
     While a piece is encoded, no other thread runs, and the threads that serve engines have to wait.
     """
-    documents, begun = iter(documents), False
-    yield f'{{"total": {total}, "documents": ['
-    while batch := list(islice(documents, STREAMED_DOCUMENTS)):
+    begun = False
+    yield f'{{"total": {page.total}, "next": {json.dumps(page.next)}, "documents": ['
+    while batch := list(islice(page.documents, STREAMED_DOCUMENTS)):
         yield ("," if begun else "") + json.dumps(batch)[1:-1]
         begun = True
     yield "]}"

@@ -60,9 +60,7 @@ class Described(msgspec.Struct, frozen=True):
         tokens = _uint32(self.tokens)
         if len(self.keys) > len(tokens):
             raise BrokenProtocol("sent a document with fewer tokens than chunks")
-        document = known.note(self.namespace, tokens, self.keys, model=self.model, tenant=self.tenant)
-        document.name = document.name or self.name
-        return document
+        return known.note(self.namespace, tokens, self.keys, name=self.name, model=self.model, tenant=self.tenant)
 
 
 class Beat(msgspec.Struct, frozen=True):

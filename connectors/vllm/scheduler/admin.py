@@ -9,7 +9,7 @@ import json
 import logging
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from lmc.connectors.vllm.scheduler.request_state import Role
 from lmc.connectors.vllm.scheduler.roles import Roles
 from lmc.connectors.vllm.start import Setup
 from lmc.documents.admin import DEFAULT_LIST_LENGTH, DocumentAdmin, Facts
+from lmc.documents.table import Filter
 from lmc.engine.advice import Advice, Adviser
 from lmc.engine.explain import explain
 from lmc.engine.planner import DocumentMatch
@@ -231,7 +232,7 @@ def application(of: Administration, token: str) -> Any:
         ("GET", "/v1/stat", lambda _, __: of.stat()),
         ("GET", "/v1/routing", lambda _, __: of.routing()),
         ("POST", EXPLAIN, lambda _, body: of.explain(body)),
-        ("GET", "/v1/documents", lambda request, _: documents.listed(_limit(request))),
+        ("GET", "/v1/documents", lambda request, _: documents.listed(**_listing(request.query_params))),
         ("GET", "/v1/documents/{name:path}", lambda request, _: documents.show(request.path_params["name"])),
         (
             "PATCH",
@@ -272,11 +273,16 @@ async def _body(request: Any) -> Facts:
     return found
 
 
-def _limit(request: Any) -> int:
-    text = request.query_params.get("limit", str(DEFAULT_LIST_LENGTH))
-    if not text.isdecimal() or not int(text):
-        raise InputError(f"limit = {text} must be a whole number from 1 on")
-    return int(text)
+def _listing(parameters: Mapping[str, str]) -> dict[str, Any]:
+    """Return the arguments of `DocumentAdmin.listed` from those of a request."""
+    limit, unused_for = parameters.get("limit", str(DEFAULT_LIST_LENGTH)), parameters.get("unused_for", "0")
+    if not limit.isdecimal() or not int(limit):
+        raise InputError(f"limit = {limit} must be a whole number from 1 on")
+    if not unused_for.isdecimal():
+        raise InputError(f"unused_for = {unused_for} must be a whole number of seconds")
+    texts = {name: parameters[name] for name in ("name", "model", "tenant") if name in parameters}
+    only = Filter(**texts, unused_for=float(unused_for))
+    return {"limit": int(limit), "after": parameters.get("after", ""), "only": only}
 
 
 def serve_if_wanted(of: Administration, engine: int) -> Callable[[], None] | None:

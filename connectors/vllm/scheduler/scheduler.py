@@ -752,10 +752,8 @@ class Scheduler:
         if not state.learned:
             state.note = state.note or "not all documents could be learned; the log may say why"
             return True
-        stored = self.engine.note(state.request.prompt_token_ids, state.documents, state.salt)
+        stored = self.engine.note(state.request.prompt_token_ids, state.documents, state.salt, name=state.name)
         state.stored = tuple(document.id for document in stored)
-        for document in stored:
-            document.name = document.name or state.name  # A request never renames a document that has a name.
         return True
 
     def _adapter(self, lora: Any) -> bytes:

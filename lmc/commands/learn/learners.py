@@ -176,15 +176,13 @@ class ModelLearner:
             for tokens in document_tokens(self._tokenizer.encode, self._cached.markers, self._separator, document.text):
                 self._cached.learn(tokens, document.id[:LONGEST_NAME])
                 views = engine.documents(tokens, [Span(0, len(tokens))], self._salt)
-                stored += engine.note(tokens, views, self._salt)
+                stored += engine.note(tokens, views, self._salt, name=document.id[:LONGEST_NAME])
             engine.store.flush()  # The manifest must not name a document that no tier has yet.
         except InputError as error:
             return Stored(failed=str(error))
         usable = engine.stats().usable
         if usable and not any(usable.values()):  # Memory is lost when this process ends.
             raise Unreachable(f"cannot store documents: {' and '.join(usable)} cannot be written")
-        for known in stored:
-            known.name = known.name or document.id[:LONGEST_NAME]
         reason = "" if stored else "it contains special tokens of the model, as a conversation does: remove them"
         return Stored(tuple(known.id for known in stored), reason)
 

@@ -1,0 +1,179 @@
+"""Known documents in a table, from which lists select also when there are a million of them.
+
+What lists select and sort by stands in columns, one array each. numpy reads a column of a million documents in a few
+milliseconds, while other threads run. Lists that are always in order would cost each use of a document more, and take
+more memory.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from lmc.errors import InputError
+
+PLACE_DIGITS = 12  # digits of an id in the text of a `Use`; they decide only between uses at the same time
+REMOVED, FREE = -np.inf, np.inf  # in place of the time: of a removed document, and of a row without a document
+ID_DIGITS = 16  # first digits of an id in its column
+
+Rows = npt.NDArray[np.int64]
+
+
+class Listable(Protocol):
+    """What the table needs to know about a document."""
+
+    row: int  # set by the table
+    name: str
+    model: str
+    tenant: str
+    used: float  # seconds since 1970
+    removed: str  # why it was removed; empty if it was not
+
+    @property
+    def id(self) -> str:
+        """Its id, in hexadecimal digits."""
+
+
+class Use(NamedTuple):
+    """The last use of a document. A page of a list begins after the last use of the previous page's last document."""
+
+    time: float
+    id: str
+
+    @classmethod
+    def of(cls, document: Listable) -> "Use":
+        """Return a document's last use."""
+        return cls(document.used, document.id)
+
+    @classmethod
+    def parse(cls, text: str) -> "Use":
+        """Return the last use that `str` has written. Raises `InputError` for any other text."""
+        seconds, _, name = text.partition(":")
+        try:
+            return cls(float(seconds), name)
+        except ValueError as error:
+            raise InputError(f"invalid place {text!r} in a list: use `next` of the previous page") from error
+
+    def __str__(self) -> str:
+        return f"{self.time!r}:{self.id[:PLACE_DIGITS]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filter:
+    """Which documents a list has."""
+
+    name: str = ""  # part of the name
+    model: str = ""  # part of the model's name
+    tenant: str = ""  # first digits of the tenant
+    unused_for: float = 0.0  # seconds since its last use, at least
+
+    def passes(self, document: Listable) -> bool:
+        """Return whether a list has this document."""
+        return (
+            not document.removed
+            and self.name in document.name
+            and self.of_owner(document.model, document.tenant)
+            and not (self.unused_for and time.time() - document.used < self.unused_for)
+        )
+
+    def of_owner(self, model: str, tenant: str) -> bool:
+        """Return whether a list has documents of this model and tenant."""
+        return self.model in model and tenant.startswith(self.tenant)
+
+
+ALL = Filter()
+D = TypeVar("D", bound=Listable)
+
+
+class DocumentTable(Generic[D]):
+    """Documents by row. Not safe for several threads at once."""
+
+    def __init__(self) -> None:
+        self._documents: list[D | None] = []
+        self._free: list[int] = []  # rows
+        self._times = np.full(64, FREE)  # of the last use
+        self._ids = np.zeros(64, np.uint64)  # the first digits
+        self._names = np.zeros(64, np.int64)  # hashes
+        self._owners = np.zeros(64, np.uint32)
+        self._owner_numbers: dict[tuple[str, str], int] = {}  # by model and tenant
+
+    def add(self, document: D) -> None:
+        """Add a document, and set its `row`."""
+        if self._free:
+            document.row = self._free.pop()
+            self._documents[document.row] = document
+        else:
+            document.row = len(self._documents)
+            self._documents.append(document)
+            if document.row == len(self._times):
+                self._times = np.concatenate([self._times, np.full_like(self._times, FREE)])
+                self._ids, self._names, self._owners = (
+                    np.concatenate([column, np.zeros_like(column)]) for column in (self._ids, self._names, self._owners)
+                )
+        self._ids[document.row] = int(document.id[:ID_DIGITS], 16)
+        self.update(document)
+
+    def update(self, document: D) -> None:
+        """Record that a document was used or removed, or that it has another name or owner."""
+        row, owner = document.row, (document.model, document.tenant)
+        self._times[row] = REMOVED if document.removed else document.used
+        self._names[row] = hash(document.name)
+        self._owners[row] = self._owner_numbers.setdefault(owner, len(self._owner_numbers))
+
+    def discard(self, document: D) -> None:
+        """Remove a document."""
+        self._documents[document.row], self._times[document.row] = None, FREE
+        self._free.append(document.row)
+
+    def count(self, only: Filter = ALL) -> int:
+        """Return the number of documents that pass a filter, apart from its `name`."""
+        return len(self._passing(only))
+
+    def latest(self, limit: int, after: Use | None = None, only: Filter = ALL) -> list[D]:
+        """Return up to `limit` documents from `after` on, most recently used first.
+
+        They pass a filter, apart from its `name`.
+        """
+        rows = self._passing(only)
+        if after is not None:
+            rows = rows[self._times[rows] <= after.time]
+        times = self._times[rows]
+        most = limit + (np.count_nonzero(times == after.time) if after is not None else 0)
+        if most < len(rows):  # Those with the same time as the last one are kept.
+            rows = rows[times >= np.partition(times, len(rows) - most)[len(rows) - most]]
+        documents = sorted(self._at(rows), key=Use.of, reverse=True)
+        return [document for document in documents if after is None or Use.of(document) < after][:limit]
+
+    def oldest(self, limit: int) -> list[D]:
+        """Return up to `limit` documents, removed ones first, and then the least recently used first."""
+        count = min(limit, len(self._documents) - len(self._free))
+        rows = np.argpartition(self._times, count - 1)[:count] if count else np.empty(0, np.int64)
+        return self._at(rows[np.argsort(self._times[rows], kind="stable")])
+
+    def named(self, name: str) -> list[D]:
+        """Return the documents with this name."""
+        rows = np.flatnonzero((self._names == hash(name)) & np.isfinite(self._times))
+        return [document for document in self._at(rows) if document.name == name]
+
+    def with_digits(self, digits: str) -> list[D]:
+        """Return the documents whose id begins with these hexadecimal digits."""
+        first = int(digits[:ID_DIGITS].ljust(ID_DIGITS, "0"), 16)
+        last = int(digits[:ID_DIGITS].ljust(ID_DIGITS, "f"), 16)
+        rows = np.flatnonzero((self._ids >= first) & (self._ids <= last) & np.isfinite(self._times))
+        return [document for document in self._at(rows) if document.id.startswith(digits)]
+
+    def _passing(self, only: Filter) -> Rows:
+        """Return the rows of the documents that pass a filter, apart from its `name`."""
+        passing = np.isfinite(self._times)
+        if only.unused_for:
+            passing &= self._times <= time.time() - only.unused_for
+        if only.model or only.tenant:
+            owners = [number for owner, number in self._owner_numbers.items() if only.of_owner(*owner)]
+            passing &= np.isin(self._owners, owners)
+        return np.flatnonzero(passing)
+
+    def _at(self, rows: Rows) -> list[D]:
+        documents = (self._documents[row] for row in rows.tolist())
+        return [document for document in documents if document is not None]
