@@ -128,7 +128,7 @@ class DocumentAdmin:
     def _count(self, only: Filter, tenant: str | None) -> int:
         """Return the number of documents that pass a filter, in any source."""
         documents = chain.from_iterable(source.known.list(tenant) for source in self._sources())
-        return len({one.keys[-1] for one in self._background.gently(documents) if only.passes(one)})
+        return len({document.id for document in self._background.gently(documents) if only.passes(document)})
 
     def _copies(self, name: str) -> list[KnownDocument]:
         """Return what the sources know of the document with this id."""
