@@ -38,7 +38,10 @@ def client(url: str) -> OpenAI:
 
 def main() -> None:
     arguments = read_arguments()
-    prompt = arguments.file.read_text() if arguments.file else arguments.prompt
+    try:
+        prompt = arguments.file.read_text() if arguments.file else arguments.prompt
+    except (OSError, UnicodeDecodeError) as error:
+        sys.exit(f"cannot read the prompt: {error}")
     with client(arguments.prefill) as prefill, client(arguments.decode) as decode:
         model = arguments.model or decode.models.list().data[0].id
 

@@ -15,10 +15,9 @@ from lmc.errors import LmcError
 model_name = sys.argv[1] if len(sys.argv) > 1 else SHIPPED / "model"
 folder = Path(sys.argv[2]) if len(sys.argv) > 2 else SHIPPED / "documents"
 
-# Settings come from LMC_* variables or a YAML file as well; values here override them.
-settings = Settings.load({"enable_blending": True, "max_local_cpu_size": 0.5, "local_disk": ".demo/rag"})
-
 try:
+    # Settings come from LMC_* variables or a YAML file as well; values here override them.
+    settings = Settings.load({"enable_blending": True, "max_local_cpu_size": 0.5, "local_disk": ".demo/rag"})
     cached, tokenizer = CachedModel.load(model_name, settings)
 except LmcError as error:
     sys.exit(f"error: {error}")

@@ -109,6 +109,14 @@ def test_a_bug_is_not_mistaken_for_an_error_of_lmc() -> None:
     assert isinstance(CliRunner().invoke(other, ["check"]).exception, ZeroDivisionError)
 
 
+def test_config_says_why_an_engine_would_not_start() -> None:
+    wrong = {"LMC_DOCUMENT_EVENTS": "somewhere", "LMC_ADMIN": "0.0.0.0:9180", "LMC_LOG_LEVEL": "loud"}
+    result = CliRunner().invoke(app, ["config"], env=wrong)
+    assert result.exit_code == 1
+    assert all(f"{name} = {value}" in result.stderr for name, value in list(wrong.items())[:2])
+    assert CliRunner().invoke(app, ["config"], env={"LMC_DOCUMENT_EVENTS": "tcp://*:5558"}).exit_code == 0
+
+
 def test_config_imports_nothing_that_loads_models() -> None:
     run = "from lmc.commands.cli import main\ntry: main()\nfinally: print(*sys.modules)"
     code = f"import sys; sys.argv[1:] = ['config']\n{run}"

@@ -22,7 +22,7 @@ from rich.console import Console
 from storage_fakes import eventually
 from test_cli import lmc, without_torch
 from test_turn_headers import ADDED, tokenizer_of
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lmc.commands.learn.learners import Retention, Stored
 from lmc.commands.learn.manifest import Manifest
@@ -509,6 +509,28 @@ def test_sizes_of_popular_models_are_those_of_their_kv(
     (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     code, out, _ = lmc("size", tmp_path)
     assert (code, f"{token} bytes a token" in out, said in out) == (0, True, True), out
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+        {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "is_encoder_decoder": True},
+        {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_a_model_that_is_not_causal_is_not_served(tmp_path: Path, config: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, _, err = lmc("size", tmp_path)
+    assert (code, "is not a causal language model" in err) == (2, True)
+
+
+def test_a_text_of_which_the_tokenizer_makes_no_tokens_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer without a vocabulary ended `lmc size` with a division by zero."""
+    monkeypatch.setattr(PreTrainedTokenizerFast, "encode", lambda *_, **__: [])
+    code, out, _ = lmc("size", MODEL, "--documents", SHIPPED / "documents")
+    assert (code, "makes no tokens of it" in out) == (0, True)
 
 
 def test_a_model_with_a_state_is_not_served(tmp_path: Path) -> None:

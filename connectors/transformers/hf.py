@@ -71,6 +71,9 @@ def model_facts(name: str | Path, dtype: str | None = None) -> ModelFacts:
     try:
         whole = AutoConfig.from_pretrained(str(name))
         config = whole.get_text_config(decoder=True)
+        architecture = (whole.architectures or ["a model without an architecture"])[0]
+        if whole.is_encoder_decoder or architecture.endswith("ForMaskedLM"):
+            raise InputError(f"lmc stores nothing of {name}: {architecture} is not a causal language model")
         kinds = set(getattr(config, "layer_types", None) or ())
         if states := sorted(kinds & STATE_KINDS):
             raise InputError(
@@ -91,7 +94,7 @@ def model_facts(name: str | Path, dtype: str | None = None) -> ModelFacts:
         shape=shape,
         kept=kept,
         positions=getattr(config, "max_position_embeddings", None) or 0,
-        architecture=(whole.architectures or ["a model without an architecture"])[0],
+        architecture=architecture,
         unblended=_unblended(config),
     )
 

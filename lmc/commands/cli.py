@@ -118,15 +118,31 @@ def lmc(
 def config(as_json: AsJson = False) -> None:
     """Show every setting and environment variable, with its value and the value's source."""
     from lmc.config.settings import Settings
+    from lmc.config.sources import log_level
 
     settings = Settings.load()
     if as_json:
         print_json({row[0]: {"value": row[1], "from": row[2]} for row in setting_rows(settings)})
     else:
         console().print(settings_table(settings))
-    if wrong := refusal(settings.admin or "", settings.admin_token or ""):
-        typer.echo(f"an engine would not start with these settings: {wrong}", err=True)
+    if wrong := _refusals(settings):
+        typer.echo(f"an engine would not start with these settings: {'; '.join(wrong)}", err=True)
+    log_level(0)  # warns of an unknown level
+    if wrong:
         raise typer.Exit(1)
+
+
+def _refusals(settings: "Settings") -> list[str]:
+    """Return why an engine would not start with settings, each of which is valid."""
+    wrong = [refusal(settings.admin or "", settings.admin_token or "")]
+    if settings.document_events:
+        from lmc.documents.publisher import event_addresses
+
+        try:
+            event_addresses(settings.document_events)
+        except ConfigError as error:
+            wrong.append(str(error))
+    return list(filter(None, wrong))
 
 
 @app.command()

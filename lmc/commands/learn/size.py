@@ -31,6 +31,8 @@ class Size:
     longest: int = 0  # tokens of the longest document
     on_disk: int = 0  # bytes of all documents on disk
     slots: int = 0  # number of memory slots for all documents
+    index: int = 0  # bytes of memory for what an engine knows of all documents
+    max_index: float = 0.0
     unblended: str = ""  # why vLLM with lmc does not blend documents of this model; empty if it does
     skipped: dict[str, str] = field(default_factory=dict)  # document -> why it cannot be learned
 
@@ -43,6 +45,11 @@ class Size:
     def fit_on_disk(self) -> int:
         """Number of documents of the same mean size that fit on disk."""
         return int(self.disk * self.documents / self.on_disk)
+
+    @property
+    def known(self) -> int:
+        """Number of documents of the same mean size that an engine knows."""
+        return int(self.max_index * self.documents / self.index)
 
 
 def size(
@@ -74,7 +81,7 @@ def size(
     except ImportError as error:
         raise needs_transformers("lmc size", error) from error
     from lmc.connectors.vllm.model_kinds import TESTED
-    from lmc.documents.known import document_bytes
+    from lmc.documents.known import document_bytes, known_bytes
     from lmc.keys import chunk_bounds
     from lmc.shapes import GIB
     from lmc.storage.chunk_layout import ChunkLayout
@@ -96,6 +103,8 @@ def size(
         unblended=facts.unblended,
         skipped=corpus.skipped,
         slots=sum(len(chunk_bounds(length, chunk_size)) for length in lengths),
+        index=sum(known_bytes(length, len(chunk_bounds(length, chunk_size))) for length in lengths),
+        max_index=settings.max_document_index_size * GIB,
     )
     if as_json:
         fit = {"fit_in_memory": sizes.fit_in_memory, "fit_on_disk": sizes.fit_on_disk} if lengths else {}
@@ -126,7 +135,9 @@ def _lengths(corpus: "Corpus", tokenizer: Any, positions: int, split: bool) -> l
         if split and positions:
             texts = parts_of(document.text, longest, lambda text: len(tokens(text)))
         for ids in map(tokens, texts):
-            if special.intersection(ids):
+            if not ids:
+                corpus.skipped[document.id] = "the model's tokenizer makes no tokens of it"
+            elif special.intersection(ids):
                 corpus.skipped[document.id] = "it has special tokens of the model, as a conversation does"
             elif positions and len(ids) > longest:
                 hint = f"--split cuts it into parts of at most {longest}"
@@ -154,4 +165,6 @@ def _lines(sizes: Size) -> list[str]:
         f"{mean * MANY_DOCUMENTS / GIB:.1f} GB",
         f"{memory}, {sizes.fit_in_memory} such documents, which take whole chunks ({per_document:.2f} MB each)",
         f"{disk}: {sizes.fit_on_disk} such documents" if sizes.disk else disk,
+        f"what an engine knows of documents, {sizes.max_index / GIB:g} GB of memory (max_document_index_size): "
+        f"{sizes.known} such documents",
     ]
