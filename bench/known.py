@@ -11,7 +11,7 @@ Documents of random tokens become known to a cache engine. Their KV is not store
                       the engine computes)
     show_ms           a document by its id, and by its name
     pin_ms            a pin of a document, by its id
-    nearest_ms        the search for the most similar document, as for a prompt with an unknown one
+    nearest_ms        the search for the most similar document to one that is not known, which is `similar` or `new`
     note_ms           one more document, as it is learned: the mean, and the longest of 1,000
     forget_ms         the same beyond `max_document_index_size`, where each makes another one be forgotten
 
@@ -115,7 +115,7 @@ def measure(folder: Path, documents: int, tokens: int) -> dict[str, Any]:
         made.note_many(documents)
         found: dict[str, Any] = {"noted_a_second": round(documents / (time.perf_counter() - began))}
         gc.collect()
-        counted = known.list()[0].bytes
+        counted = known.list()[0].memory
         found["bytes_a_document"] = {"measured": round((resident() - before) / documents), "counted": counted}
         admin = DocumentAdmin(lambda: [engine], lambda *_: None, engine.background)
         middle, number = admin.listed(documents // 2)["next"], documents // 3
@@ -128,9 +128,12 @@ def measure(folder: Path, documents: int, tokens: int) -> dict[str, Any]:
         found["name_ms"] = {"idle": longest(lambda: admin.listed(only=only)), "busy": busy(engine, admin, only)}
         found["show_ms"] = {"id": longest(lambda: admin.show(one.id)), "name": longest(lambda: admin.show(name))}
         found["pin_ms"] = longest(lambda: admin.change(one.id, {"pinned": True}))
-        similar = [*one.tokens[: 3 * tokens // 4], *made.one()[: tokens // 4]]
+        similar, new = [*one.tokens[: 3 * tokens // 4], *made.one()[: tokens // 4]], made.one().tolist()
         assert known.nearest(similar, one.namespace) is one
-        found["nearest_ms"] = longest(lambda: known.nearest(similar, one.namespace))
+        found["nearest_ms"] = {
+            "similar": longest(lambda: known.nearest(similar, one.namespace)),
+            "new": longest(lambda: known.nearest(new, one.namespace)),
+        }  # fmt: skip
         found["note_ms"] = made.times()
         found["forget_ms"] = made.times()
         assert known.count() == documents + NOTED

@@ -169,3 +169,19 @@ def test_documents_are_found_by_their_name_and_by_the_first_digits_of_their_id(t
     known.rename(mine, "another")
     assert known.named("another", tenant) == [mine]
     assert mine not in known.named("2", tenant)
+
+
+@pytest.mark.parametrize("finds", [True, False])
+def test_the_nearest_document_has_most_tokens_in_common_also_if_it_has_no_run(finds: bool) -> None:
+    known = KnownDocuments(finds=finds)
+    for start in range(0, 4000, 400):
+        note(known, list(range(start, start + 400)))
+    longer = [*range(300), *range(5000, 5050)]
+    scattered = [one for at in range(800, 1100, 3) for one in (at, at + 1, 7000 + at)]
+    for tokens, first in ((longer, 0), (scattered, None), (list(range(790, 1200)), 800), (list(range(9000)), None)):
+        nearest = known.nearest(tokens, NAMESPACE)
+        assert (nearest.tokens[0] if nearest is not None else None) == first
+    scattered = [one for at in range(800, 1200, 8) for one in (*range(at, at + 7), 7000 + at)]
+    nearest = known.nearest(scattered, NAMESPACE)
+    assert nearest is not None
+    assert nearest.tokens[0] == 800

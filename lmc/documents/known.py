@@ -20,7 +20,7 @@ from string import hexdigits
 import numpy as np
 
 from lmc.background import Background
-from lmc.documents.finder import DocumentFinder, FoundRun
+from lmc.documents.finder import WHOLE, DocumentFinder, FoundRun
 from lmc.documents.table import ALL, DocumentTable, Filter, Use
 from lmc.keys import ChunkKey, chunk_bounds
 from lmc.shapes import GIB, KVShape, aligned
@@ -33,7 +33,7 @@ COMPARED_DOCUMENTS = 64  # documents per batch of the first comparison
 MAX_CANDIDATES = 16  # documents that are compared exactly
 PREVIEW_CHARACTERS = 60  # characters of a document in lists
 # Memory of a known document: of its entries here, of each of its keys, and of each of its tokens with its share of the
-# finder's blocks. `bench/scale.py` measures it.
+# finder's blocks. `bench/known.py` measures it.
 DOCUMENT_BYTES, KEY_BYTES, TOKEN_BYTES = 700, 100, 5
 JOINED_NAMES = 256  # names that are searched at once
 BATCHES = 64  # The documents to forget are chosen in batches, each of one in 64 documents.
@@ -70,8 +70,8 @@ class KnownDocument:
         return bool(self.pinned or self.expires)
 
     @property
-    def bytes(self) -> int:
-        """About how much memory it takes while it is known."""
+    def memory(self) -> int:
+        """About how many bytes of memory it takes while it is known."""
         return known_bytes(len(self.tokens), len(self.keys))
 
 
@@ -267,15 +267,20 @@ class KnownDocuments:
     def nearest(self, tokens: Sequence[int], namespace: bytes) -> KnownDocument | None:
         """Return the most similar document of a namespace: its Jaccard index with `tokens` is greatest and above 0.5.
 
-        The Jaccard index is the share of distinct tokens that both have. It is computed only for the documents with the
-        greatest shares of tokens that are among `tokens`. Returns None if no document is similar enough.
+        The Jaccard index is the share of distinct tokens that both have. It is computed for the documents that have
+        runs of `tokens`. If none of these is similar enough, it is computed for the documents with the greatest shares
+        of tokens that are among `tokens`. Returns None if no document is similar enough.
         """
+        runs = self.find(namespace, tokens, WHOLE) if self._finds else ()
+        near = self._most_similar(tokens, (run.document for run in runs))
+        if near is not None:
+            return near
         listed = self._background.gently(self.list())
         documents = [document for document in listed if document.namespace == namespace and not document.removed]
         distinct = set(tokens)
         is_in_prompt = np.zeros(max(distinct, default=0) + 2, np.bool_)  # Greater tokens are clipped to the last entry.
         is_in_prompt[list(distinct)] = True
-        candidates: list[tuple[float, KnownDocument]] = []
+        candidates = list[tuple[float, KnownDocument]]()
         for start in self._background.gently(range(0, len(documents), COMPARED_DOCUMENTS)):
             batch = documents[start : start + COMPARED_DOCUMENTS]
             lengths = np.array([len(document.tokens) for document in batch])
@@ -285,11 +290,16 @@ class KnownDocuments:
             rows = np.flatnonzero(2 * common > len(distinct))
             candidates += [(common[i] / lengths[i], batch[i]) for i in rows]
         candidates = nlargest(MAX_CANDIDATES, candidates, key=lambda document: document[0])
+        return self._most_similar(tokens, (document for _, document in candidates))
+
+    def _most_similar(self, tokens: Sequence[int], documents: Iterable[KnownDocument]) -> KnownDocument | None:
+        """Return the document whose Jaccard index with `tokens` is greatest; None if it is not above 0.5."""
+        distinct = set(tokens)
         shares = [
-            (_common_share(distinct, set(document.tokens)), document)
-            for _, document in self._background.gently(candidates)
+            (_common_share(distinct, set(document.tokens)), document.used, document)
+            for document in self._background.gently(documents)
         ]
-        share, best = max(shares, key=lambda document: document[0], default=(0.0, None))
+        share, _, best = max(shares, key=lambda one: one[:2], default=(0.0, 0.0, None))
         return best if share > 0.5 else None
 
     def _passing(self, documents: Sequence[KnownDocument], only: Filter) -> Iterator[KnownDocument]:
@@ -308,7 +318,7 @@ class KnownDocuments:
             document = KnownDocument(namespace, array("I", tokens), tuple(keys), model=model, tenant=tenant)
             self._documents[keys[-1]] = self._by_tenant.setdefault(tenant, {})[keys[-1]] = document
             self._table.add(document)
-            self._bytes += document.bytes
+            self._bytes += document.memory
             if self._finds:
                 self._new[namespace].append(document)
         elif (model or tenant) and not (document.model or document.tenant):  # Older records have neither.
@@ -342,7 +352,7 @@ class KnownDocuments:
         if not self._by_tenant[document.tenant]:
             del self._by_tenant[document.tenant]
         self._table.discard(document)
-        self._bytes -= document.bytes
+        self._bytes -= document.memory
         self._no_longer_find(document)
         self._note_too_many()
 
