@@ -110,11 +110,11 @@ def test_a_bug_is_not_mistaken_for_an_error_of_lmc() -> None:
 
 
 def test_config_says_why_an_engine_would_not_start() -> None:
-    wrong = {"LMC_DOCUMENT_EVENTS": "somewhere", "LMC_ADMIN": "0.0.0.0:9180", "LMC_LOG_LEVEL": "loud"}
-    result = CliRunner().invoke(app, ["config"], env=wrong)
-    assert result.exit_code == 1
-    assert all(f"{name} = {value}" in result.stderr for name, value in list(wrong.items())[:2])
-    assert CliRunner().invoke(app, ["config"], env={"LMC_DOCUMENT_EVENTS": "tcp://*:5558"}).exit_code == 0
+    for name, value in {"LMC_DOCUMENT_EVENTS": "somewhere", "LMC_ADMIN": "0.0.0.0:9180"}.items():
+        result = CliRunner().invoke(app, ["config"], env={name: value})
+        assert (result.exit_code, f"{name} = {value}" in result.stderr) == (1, True)
+    addresses = {"LMC_DOCUMENT_EVENTS": "tcp://*:5558", "LMC_ADMIN": "http://127.0.0.1:9180"}
+    assert CliRunner().invoke(app, ["config"], env=addresses).exit_code == 0
 
 
 def test_config_imports_nothing_that_loads_models() -> None:

@@ -39,6 +39,7 @@ from lmc.connectors.vllm.worker.worker import Worker
 from lmc.documents.publisher import DocumentPublisher
 from lmc.engine import CacheEngine
 from lmc.errors import ConfigError, InputError
+from lmc.http.address import check_addresses
 from lmc.metrics import key
 from lmc.storage.places import place_of
 from lmc.storage.tiers.opening import described
@@ -144,7 +145,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Return false. vLLM calls this before it loads the model, so invalid settings raise `ConfigError` early."""
-        Settings.load(extra_config)
+        settings = Settings.load(extra_config)
+        check_addresses(settings.admin or "", settings.admin_token or "", settings.document_events or "")
         return False
 
     @classmethod

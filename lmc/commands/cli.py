@@ -29,7 +29,7 @@ from lmc.commands.router import router
 from lmc.commands.serve import faults_of_server, serve, show_status
 from lmc.demo.command import demo
 from lmc.errors import ConfigError, InputError, LmcError
-from lmc.http.address import refusal
+from lmc.http.address import check_addresses
 from lmc.terminal import AsJson, console, counted, print_json, time_text
 
 if TYPE_CHECKING:
@@ -125,24 +125,12 @@ def config(as_json: AsJson = False) -> None:
         print_json({row[0]: {"value": row[1], "from": row[2]} for row in setting_rows(settings)})
     else:
         console().print(settings_table(settings))
-    if wrong := _refusals(settings):
-        typer.echo(f"an engine would not start with these settings: {'; '.join(wrong)}", err=True)
     log_level(0)  # warns of an unknown level
-    if wrong:
-        raise typer.Exit(1)
-
-
-def _refusals(settings: "Settings") -> list[str]:
-    """Return why an engine would not start with settings, each of which is valid."""
-    wrong = [refusal(settings.admin or "", settings.admin_token or "")]
-    if settings.document_events:
-        from lmc.documents.publisher import event_addresses
-
-        try:
-            event_addresses(settings.document_events)
-        except ConfigError as error:
-            wrong.append(str(error))
-    return list(filter(None, wrong))
+    try:
+        check_addresses(settings.admin or "", settings.admin_token or "", settings.document_events or "")
+    except ConfigError as error:
+        typer.echo(f"an engine would not start with these settings: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
 @app.command()

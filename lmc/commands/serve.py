@@ -246,7 +246,7 @@ def _prepare(settings: "Settings", http: str, document_events: str) -> None:
     A server that will be taken over runs meanwhile, and keeps running after an error. Raises `ConfigError` if a package
     is missing or an address is invalid.
     """
-    from lmc.documents.publisher import event_addresses
+    from lmc.http.address import event_addresses
     from lmc.storage.tiers.opening import check_packages
 
     check_packages(settings)

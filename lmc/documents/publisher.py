@@ -7,7 +7,6 @@ A message has three frames: topic, number (8 bytes, from 0 on), and a msgpack li
 since 1970, the events, and the data-parallel rank of the engine.
 """
 
-import re
 import threading
 import time
 from collections import deque
@@ -16,7 +15,7 @@ from typing import Any
 
 from lmc.documents.events import DocumentEvents, DocumentMoved
 from lmc.errors import ConfigError
-from lmc.http.address import DOCUMENT_EVENTS, DOCUMENT_TOPIC, address_of_engine
+from lmc.http.address import ADDRESS_HINT, DOCUMENT_EVENTS, DOCUMENT_TOPIC, address_of_engine, event_addresses
 from lmc.storage.tiers.tier_guard import logged
 
 POLL_SECONDS = 0.2  # interval between two checks for changes
@@ -25,24 +24,6 @@ MAX_REPLAY_BATCHES = 10_000  # batches kept for subscribers that missed them
 MAX_SUBSCRIBER_BATCHES = 100_000  # maximum number of batches queued for a slow subscriber; it loses further batches
 LAST = (-1).to_bytes(8, "big", signed=True)  # the number in the last message of a response
 MAX_BATCH_EVENTS = 1000  # maximum number of events in a batch
-ADDRESS_HINT = "use an address such as tcp://*:5558"
-
-
-def event_addresses(address: str) -> list[str]:
-    """Return the address of events, and the address for requests for missed batches if there is one.
-
-    Raises `ConfigError` for invalid addresses, or if pyzmq or msgspec is not installed.
-    """
-    try:
-        import msgspec  # noqa: F401
-        import zmq  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"{DOCUMENT_EVENTS} needs {error.name}: pip install pyzmq msgspec") from None
-    addresses = [part for part in address.replace(" ", "").split(",") if part]
-    valid = all(re.fullmatch(r"tcp://.+:\d+|(ipc|inproc)://.+", part) for part in addresses)
-    if not valid or len(addresses) not in (1, 2):
-        raise ConfigError(f"{DOCUMENT_EVENTS} = {address} is not a ZeroMQ address: {ADDRESS_HINT}")
-    return addresses
 
 
 class DocumentPublisher:

@@ -14,6 +14,7 @@ DOCUMENT_TOPIC = "lmc.documents"  # ZeroMQ topic of document events
 LOCAL, UNIX = ("127.0.0.1", "localhost", "::1"), "unix://"
 LOCAL_URL = re.compile(r"http://(127\.0\.0\.1|localhost|\[::1\]):[0-9]{1,5}|unix:///[^?#\s]+")
 LAST_PORT = 65535
+ADDRESS_HINT = "use an address such as tcp://*:5558"
 
 
 def admin_token() -> str:
@@ -80,15 +81,31 @@ def is_local_url(url: str) -> bool:
     return LOCAL_URL.fullmatch(url) is not None
 
 
-def refusal(address: str, token: str) -> str:
-    """Return why an engine cannot start with this address; empty if it can, or if the address is a URL for commands."""
-    if address.startswith("http"):
-        return ""
+def event_addresses(address: str) -> list[str]:
+    """Return the address of events, and the address for requests for missed batches if there is one.
+
+    Raises `ConfigError` for invalid addresses, or if pyzmq or msgspec is not installed.
+    """
     try:
-        if address.startswith(UNIX):
-            socket_path(address)
-        elif address:
-            host_and_port(address, token)
-    except ConfigError as error:
-        return str(error)
-    return ""
+        import msgspec  # noqa: F401
+        import zmq  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"{DOCUMENT_EVENTS} needs {error.name}: pip install pyzmq msgspec") from None
+    addresses = [part for part in address.replace(" ", "").split(",") if part]
+    valid = all(re.fullmatch(r"tcp://.+:\d+|(ipc|inproc)://.+", part) for part in addresses)
+    if not valid or len(addresses) not in (1, 2):
+        raise ConfigError(f"{DOCUMENT_EVENTS} = {address} is not a ZeroMQ address: {ADDRESS_HINT}")
+    return addresses
+
+
+def check_addresses(admin: str, token: str, document_events: str) -> None:
+    """Raise `ConfigError` if an engine cannot start with these addresses, each of which may be empty.
+
+    `admin` may also be a URL, which commands use.
+    """
+    if admin.startswith(UNIX):
+        socket_path(admin)
+    elif admin and not admin.startswith("http"):
+        host_and_port(admin, token)
+    if document_events:
+        event_addresses(document_events)

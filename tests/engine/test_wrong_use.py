@@ -373,6 +373,9 @@ def test_with_full_graphs_settings_are_checked_before_there_is_a_model(monkeypat
         with pytest.raises(ValueError, match=r"unknown setting chunk_sice .*did you mean chunk_size"):
             configured(graphs, chunk_sice=128)
     assert LMCConnector.requires_piecewise_for_cudagraph({}) is False
+    for wrong in ({"lmc.admin": "0.0.0.0:9180"}, {"document_events": "somewhere"}):
+        with pytest.raises(ConfigError, match=f"LMC_.*{next(iter(wrong.values()))}"):
+            LMCConnector.requires_piecewise_for_cudagraph(wrong)
 
 
 def test_the_ranks_of_all_pipeline_stages_have_each_part_of_a_slot_once(monkeypatch):
