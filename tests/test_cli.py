@@ -276,6 +276,15 @@ def test_clear_refuses_what_is_not_exactly_one_namespace(tmp_path: Path, words: 
     assert all(path.exists() for path in paths)
 
 
+def test_a_server_leaves_a_file_at_its_address_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said that the address was in use."""
+    monkeypatch.setenv("LMC_MAX_LOCAL_CPU_SIZE", "0.001")
+    (tmp_path / "notes.txt").write_text("important")
+    code, _, err = lmc("serve", "--socket", tmp_path / "notes.txt")
+    assert (code, "it is not a socket; remove it, or choose another path" in err) == (2, True)
+    assert (tmp_path / "notes.txt").read_text() == "important"
+
+
 def test_clear_asks_before_it_removes(tmp_path: Path) -> None:
     paths = fill(tmp_path, (0, ONE), (1, TWO))
     for answer in ("n\n", ""):

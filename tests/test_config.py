@@ -473,6 +473,7 @@ class TestLMCache:
             ("gs://one,two/kv", "an object store is written as s3://bucket/prefix"),
             ("file://kv", "a shared directory is written as file:///path"),
             ("file://./kv", "a shared directory is written as file:///path"),
+            ("file://relative/kv", "a shared directory is written as file:///path"),
             ("fs://host:0/", "a shared directory is written as file:///path"),
         ],
     )

@@ -118,8 +118,9 @@ def _parse_object_url(url: str, scheme: str) -> ObjectURL:
     if any(SECRET.search(name) for name, _ in options) or (login and STORES[scheme] != STORES["s3"]):
         raise ValueError("credentials do not belong into the URL of an object store; they come from the environment")
     if STORES[scheme] == STORES["file"]:
-        # LMCache writes a host before the directory, which means nothing for a directory that is mounted here.
-        if not Path(path).is_absolute() or path == "/" or options or bucket in (".", ".."):
+        # LMCache writes fs://host:port/path. The host means nothing for a directory that is mounted here.
+        is_relative = bucket in (".", "..") or (scheme == "file" and bucket not in ("", "localhost"))
+        if not Path(path).is_absolute() or path == "/" or options or is_relative:
             raise ValueError("a shared directory is written as file:///path")
         return ObjectURL(scheme=scheme, path=path)
     if ":" in bucket or "@" in path:

@@ -112,7 +112,9 @@ def _listener(path: Path, group: int | None, lock: int) -> socket.socket:
         if group is not None:
             os.fchown(lock, -1, group)
             os.fchmod(lock, 0o640)
-        if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
+        if path.exists():
+            if not stat.S_ISSOCK(path.stat().st_mode):
+                raise TierUnusable(f"cannot listen at {path}: it is not a socket; remove it, or choose another path")
             path.unlink()
         with ExitStack() as opened:
             listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
