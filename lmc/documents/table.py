@@ -136,15 +136,20 @@ class DocumentTable(Generic[D]):
 
         They pass a filter, apart from its `name`.
         """
-        rows = self._passing(only)
+        rows, same = self._passing(only), 0
         if after is not None:
             rows = rows[self._times[rows] <= after.time]
+            same = int(np.count_nonzero(self._times[rows] == after.time))
         times = self._times[rows]
-        most = limit + (np.count_nonzero(times == after.time) if after is not None else 0)
-        if most < len(rows):  # Those with the same time as the last one are kept.
-            rows = rows[times >= np.partition(times, len(rows) - most)[len(rows) - most]]
-        documents = sorted(self._at(rows), key=Use.of, reverse=True)
-        return [document for document in documents if after is None or Use.of(document) < after][:limit]
+        if limit + same < len(rows):  # Those with the same time as the last one are kept.
+            most = len(rows) - limit - same
+            rows = rows[times >= np.partition(times, most)[most]]
+        rows = rows[np.argsort(self._times[rows], kind="stable")[::-1]]
+        documents = self._at(rows)
+        for start, stop in _equal_stretches(self._times[rows]):
+            documents[start:stop] = sorted(documents[start:stop], key=Use.of, reverse=True)
+        first = sum(after is not None and Use.of(document) >= after for document in documents[:same])
+        return documents[first : first + limit]
 
     def oldest(self, limit: int) -> list[D]:
         """Return up to `limit` documents, removed ones first, and then the least recently used first."""
@@ -177,3 +182,11 @@ class DocumentTable(Generic[D]):
     def _at(self, rows: Rows) -> list[D]:
         documents = (self._documents[row] for row in rows.tolist())
         return [document for document in documents if document is not None]
+
+
+def _equal_stretches(times: npt.NDArray[np.float64]) -> list[tuple[int, int]]:
+    """Return where each stretch of at least two equal times begins and ends."""
+    ends = np.flatnonzero(np.diff(times)) + 1
+    bounds = np.concatenate([[0], ends, [len(times)]])
+    long = np.flatnonzero(np.diff(bounds) > 1)
+    return list(zip(bounds[long].tolist(), bounds[long + 1].tolist(), strict=True))
