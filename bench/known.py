@@ -7,8 +7,8 @@ Documents of random tokens become known to a cache engine. Their KV is not store
 
     bytes_a_document  memory of the process for a document; `counted` is what `max_document_index_size` counts for it
     page_ms           the first page of the list, of 100 documents, and one in the middle of the list
-    name_ms           a page of the documents whose name has a part, and of those that a busy engine has (it rests while
-                      the engine computes)
+    name_ms           a page of the documents whose name has a part: on an idle engine, and on one that computes, where
+                      the search rests between steps
     show_ms           a document by its id, and by its name
     pin_ms            a pin of a document, by its id
     nearest_ms        the search for the most similar document to one that is not known, which is `similar` or `new`
@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from common import closing_line, parser
-from scale import resident
+from scale import LAYOUT, NAMESPACE, SHAPE, resident
+from scale import TOKENS as CHUNK
 
 from lmc.config.settings import Settings
 from lmc.demo.random_model import machine
@@ -39,16 +39,11 @@ from lmc.documents.admin import DocumentAdmin
 from lmc.documents.known import known_bytes
 from lmc.documents.table import Filter
 from lmc.engine import CacheEngine
-from lmc.keys import Namespace, RecordKind, chunk_bounds
+from lmc.keys import RecordKind, chunk_bounds
 from lmc.open_store import open_store
-from lmc.shapes import GIB, KVShape
-from lmc.storage.chunk_layout import ChunkLayout
+from lmc.shapes import GIB
 
-CHUNK, VOCABULARY, BATCH = 256, 150_000, 1000
-SHAPE = KVShape(layers=1, kv_heads=1, head_dim=4, dtype=torch.float16)
-NAMESPACE = Namespace(
-    model="bench", dtype="float16", layers=1, kv_heads=1, head_dim=4, rope="", chunk_size=CHUNK, tensor_parallel=1
-)
+VOCABULARY, BATCH = 150_000, 1000
 TIMES, NOTED = 5, 1000
 STEP_SECONDS = 0.02  # of the engine that is busy
 
@@ -84,7 +79,7 @@ class Documents:
         self.count += 1
 
     def note_many(self, count: int) -> None:
-        """Record so many documents."""
+        """Record `count` new documents."""
         for start in range(0, count, BATCH):
             for _ in range(min(BATCH, count - start)):
                 self.note(self.one())
@@ -95,7 +90,7 @@ class Documents:
         new = [self.one() for _ in range(NOTED)]
         times = [
             milliseconds(lambda tokens=tokens: (self.note(tokens), self._engine.known.prepare())) for tokens in new
-        ]  # type: ignore[misc]
+        ]
         return {"mean": round(sum(times) / NOTED, 3), "longest": round(max(times), 2)}
 
 
@@ -106,9 +101,8 @@ def measure(folder: Path, documents: int, tokens: int) -> dict[str, Any]:
         chunk_size=CHUNK, max_local_cpu_size=0.001, local_disk=folder, max_local_disk_size=20.0,
         enable_blending=True, max_document_index_size=room,
     )  # fmt: skip
-    layout = ChunkLayout.of(SHAPE, CHUNK)
     with closing(
-        CacheEngine(settings, open_store(settings, layout), layout, SHAPE, NAMESPACE, model="bench")
+        CacheEngine(settings, open_store(settings, LAYOUT), LAYOUT, SHAPE, NAMESPACE, model="bench")
     ) as engine:
         known, made, before = engine.known, Documents(engine, tokens), resident()
         began = time.perf_counter()

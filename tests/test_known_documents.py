@@ -96,8 +96,8 @@ def test_the_order_is_that_of_the_times_whatever_happens(seed: int) -> None:
         listed = sorted((one for one in documents if not one.removed), key=Use.of, reverse=True)
         after, limit = Use(float(draw.randrange(50)), draw.choice("08f")), draw.randrange(1, 20)
         assert table.count() == len(listed)
-        assert table.latest(limit) == listed[:limit]
-        assert table.latest(limit, after) == [one for one in listed if Use.of(one) < after][:limit]
+        assert table.latest(limit) == (len(listed), listed[:limit])
+        assert table.latest(limit, after)[1] == [one for one in listed if Use.of(one) < after][:limit]
         oldest = [float("-inf") if one.removed else one.used for one in table.oldest(limit)]
         assert oldest == sorted(float("-inf") if one.removed else one.used for one in documents)[:limit]
 

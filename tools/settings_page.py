@@ -23,8 +23,8 @@ PURPOSES: dict[str, dict[str, str]] = {
         "remote_prefix": "Prefix of all keys in the remote store; it separates installations.",
         "server": "Socket of a cache server. The server then has memory, disk and the remote store for all engines.",
         "document_share": "Share of memory and disk in which documents are evicted after all other chunks.",
-        "max_document_index_size": "Memory in GB for what is known of documents: up to 2.9 KB for one of 400 tokens. "
-        "Beyond it, those not used for longest are not found in prompts any more.",
+        "max_document_index_size": "Maximum memory for known documents in GB. One of 400 tokens takes up to 2.9 KB. "
+        "The least recently used ones are forgotten, and are then not found in prompts.",
         "max_local_device_size": "Size of a slab on the accelerator in GB (transformers only).",
     },
     "Saving and loading": {

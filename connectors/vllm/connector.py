@@ -145,8 +145,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Return false. vLLM calls this before it loads the model, so invalid settings raise `ConfigError` early."""
-        settings = Settings.load(extra_config)
-        check_addresses(settings.admin or "", settings.admin_token or "", settings.document_events or "")
+        check_addresses(Settings.load(extra_config))
         return False
 
     @classmethod

@@ -118,7 +118,7 @@ def open_engine(
     pages = "|".join(f"{worker.rank}{worker.page_bytes}{worker.layout}" for worker in workers)
     of_pages = {"layout": f"{pages}|block {block_size}|{hashing}", "tensor_parallel": ranks}
     namespace = Namespace.of(shape, model=model, rope=first.rope, chunk_size=settings.chunk_size, **of_pages)
-    if first.dtypes:  # The shape has the largest one, which is the same wherever at least one layer has it.
+    if first.dtypes:  # The shape has one of them, and layers of the same shape may have other types.
         namespace = replace(namespace, dtype=first.dtypes)
     chunks: dict[str, Any] = {"divisible": not any(windows), "states": bool(states)}
     store = open_store(settings, layout, shared=True, tiers=tiers, model=name, tokenizer=tokenizer)

@@ -113,9 +113,9 @@ def list_documents(
 
     Documents without a name are shown by their first words. Those with the same digits of the tenant are of one tenant.
     """
-    only = {"name": name, "model": model, "tenant": tenant, "after": after}
-    only |= {"unused_for": str(int(seconds_of(unused_for)))} if unused_for else {}
-    query = urlencode({"limit": limit} | {option: value for option, value in only.items() if value})
+    given = {"limit": str(limit), "after": after, "name": name, "model": model, "tenant": tenant}
+    given |= {"unused_for": str(int(seconds_of(unused_for)))} if unused_for else {}
+    query = urlencode({option: value for option, value in given.items() if value})
     listing = _ask(url, f"/v1/documents?{query}", "documents")
     if as_json:
         print_json(listing)

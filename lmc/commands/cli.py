@@ -127,7 +127,7 @@ def config(as_json: AsJson = False) -> None:
         console().print(settings_table(settings))
     log_level(0)  # warns of an unknown level
     try:
-        check_addresses(settings.admin or "", settings.admin_token or "", settings.document_events or "")
+        check_addresses(settings)
     except ConfigError as error:
         typer.echo(f"an engine would not start with these settings: {error}", err=True)
         raise typer.Exit(1) from None

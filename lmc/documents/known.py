@@ -187,7 +187,7 @@ class KnownDocuments:
             self._oldest.clear()
             self._finders.clear()
             self._new.clear()
-            self._bytes = 0
+            self._bytes, self._allowed_bytes = 0, self._max_bytes
 
     def get(self, name: str) -> KnownDocument | None:
         """Return the document with this id; None if it is unknown."""
@@ -213,7 +213,7 @@ class KnownDocuments:
         """
         if tenant is None and not only.name:
             with self._mutex:
-                return self._table.count(only), self._table.latest(limit, after, only)
+                return self._table.latest(limit, after, only)
         documents = list(self._passing(self.list(tenant), only))
         later = (one for one in self._background.gently(documents) if after is None or Use.of(one) < after)
         return len(documents), nlargest(limit, later, key=Use.of)
@@ -280,7 +280,7 @@ class KnownDocuments:
         distinct = set(tokens)
         is_in_prompt = np.zeros(max(distinct, default=0) + 2, np.bool_)  # Greater tokens are clipped to the last entry.
         is_in_prompt[list(distinct)] = True
-        candidates = list[tuple[float, KnownDocument]]()
+        candidates: list[tuple[float, KnownDocument]] = []
         for start in self._background.gently(range(0, len(documents), COMPARED_DOCUMENTS)):
             batch = documents[start : start + COMPARED_DOCUMENTS]
             lengths = np.array([len(document.tokens) for document in batch])

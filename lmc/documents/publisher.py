@@ -15,7 +15,7 @@ from typing import Any
 
 from lmc.documents.events import DocumentEvents, DocumentMoved
 from lmc.errors import ConfigError
-from lmc.http.address import ADDRESS_HINT, DOCUMENT_EVENTS, DOCUMENT_TOPIC, address_of_engine, event_addresses
+from lmc.http.address import DOCUMENT_EVENTS, DOCUMENT_TOPIC, EVENTS_HINT, address_of_engine, event_addresses
 from lmc.storage.tiers.tier_guard import logged
 
 POLL_SECONDS = 0.2  # interval between two checks for changes
@@ -52,9 +52,7 @@ class DocumentPublisher:
                     socket.linger = 0
                     socket.bind(address_of_engine(target, engine))
             except zmq.ZMQError as error:
-                raise ConfigError(
-                    f"cannot listen at {DOCUMENT_EVENTS} = {address} ({error}): {ADDRESS_HINT}"
-                ) from error
+                raise ConfigError(f"cannot listen at {DOCUMENT_EVENTS} = {address} ({error}): {EVENTS_HINT}") from error
             self._close_sockets = opened.pop_all().close
         self._events, self._ended = events, threading.Event()
         self._thread = threading.Thread(target=self._run, name="lmc-document-events", daemon=True)

@@ -96,8 +96,7 @@ class DocumentTable(Generic[D]):
         self._times = np.full(64, FREE)  # of the last use
         self._ids = np.zeros(64, np.uint64)  # the first digits
         self._names = np.zeros(64, np.int64)  # hashes
-        self._owners = np.zeros(64, np.uint32)
-        self._owner_numbers: dict[tuple[str, str], int] = {}  # by model and tenant
+        self._owners = np.zeros(64, np.int64)  # hashes of model and tenant
 
     def add(self, document: D) -> None:
         """Add a document, and set its `row`."""
@@ -117,26 +116,26 @@ class DocumentTable(Generic[D]):
 
     def update(self, document: D) -> None:
         """Record that a document was used or removed, or that it has another name or owner."""
-        row, owner = document.row, (document.model, document.tenant)
+        row = document.row
         self._times[row] = REMOVED if document.removed else document.used
-        self._names[row] = hash(document.name)
-        self._owners[row] = self._owner_numbers.setdefault(owner, len(self._owner_numbers))
+        self._names[row], self._owners[row] = hash(document.name), hash((document.model, document.tenant))
 
     def discard(self, document: D) -> None:
         """Remove a document."""
         self._documents[document.row], self._times[document.row] = None, FREE
         self._free.append(document.row)
 
-    def count(self, only: Filter = ALL) -> int:
-        """Return the number of documents that pass a filter, apart from its `name`."""
-        return len(self._passing(only))
+    def count(self) -> int:
+        """Return the number of documents that are not removed."""
+        return len(self._passing(ALL))
 
-    def latest(self, limit: int, after: Use | None = None, only: Filter = ALL) -> list[D]:
-        """Return up to `limit` documents from `after` on, most recently used first.
+    def latest(self, limit: int, after: Use | None = None, only: Filter = ALL) -> tuple[int, list[D]]:
+        """Return how many documents pass a filter, and up to `limit` of them from `after` on.
 
-        They pass a filter, apart from its `name`.
+        The most recently used come first. The `name` of the filter is ignored.
         """
         rows, same = self._passing(only), 0
+        count = len(rows)
         if after is not None:
             rows = rows[self._times[rows] <= after.time]
             same = int(np.count_nonzero(self._times[rows] == after.time))
@@ -149,7 +148,7 @@ class DocumentTable(Generic[D]):
         for start, stop in _equal_stretches(self._times[rows]):
             documents[start:stop] = sorted(documents[start:stop], key=Use.of, reverse=True)
         first = sum(after is not None and Use.of(document) >= after for document in documents[:same])
-        return documents[first : first + limit]
+        return count, documents[first : first + limit]
 
     def oldest(self, limit: int) -> list[D]:
         """Return up to `limit` documents, removed ones first, and then the least recently used first."""
@@ -175,8 +174,10 @@ class DocumentTable(Generic[D]):
         if only.unused_for:
             passing &= self._times <= time.time() - only.unused_for
         if only.model or only.tenant:
-            owners = [number for owner, number in self._owner_numbers.items() if only.of_owner(*owner)]
-            passing &= np.isin(self._owners, owners)
+            rows = np.flatnonzero(passing)
+            owners, firsts = np.unique(self._owners[rows], return_index=True)
+            wanted = [only.of_owner(document.model, document.tenant) for document in self._at(rows[firsts])]
+            passing &= np.isin(self._owners, owners[wanted])
         return np.flatnonzero(passing)
 
     def _at(self, rows: Rows) -> list[D]:

@@ -58,7 +58,7 @@ class Match:
     def usable(self, piece: Piece) -> bool:
         """Return whether a piece is stored in a tier that the request may load from, and can be rotated."""
         stored = piece.place in AT_HAND if self.memory_only else piece.place is not None
-        # An engine with a longer context may have learned it.
+        # An engine with a longer context may have learned a document that goes beyond these positions.
         rotates = self.positions is None or piece.first + piece.tokens <= self.positions
         return stored and rotates and piece.key not in self.lost
 

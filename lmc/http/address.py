@@ -5,8 +5,12 @@ An address is `host:port`, or `unix:///path` of a unix socket.
 
 import os
 import re
+from typing import TYPE_CHECKING
 
 from lmc.errors import ConfigError
+
+if TYPE_CHECKING:  # The settings import YAML, which `lmc --help` does not need.
+    from lmc.config.settings import Settings
 
 # The environment variables of three settings, as messages name them.
 ADDRESS, TOKEN, DOCUMENT_EVENTS = "LMC_ADMIN", "LMC_ADMIN_TOKEN", "LMC_DOCUMENT_EVENTS"
@@ -14,7 +18,7 @@ DOCUMENT_TOPIC = "lmc.documents"  # ZeroMQ topic of document events
 LOCAL, UNIX = ("127.0.0.1", "localhost", "::1"), "unix://"
 LOCAL_URL = re.compile(r"http://(127\.0\.0\.1|localhost|\[::1\]):[0-9]{1,5}|unix:///[^?#\s]+")
 LAST_PORT = 65535
-ADDRESS_HINT = "use an address such as tcp://*:5558"
+EVENTS_HINT = "use an address such as tcp://*:5558"
 
 
 def admin_token() -> str:
@@ -94,18 +98,19 @@ def event_addresses(address: str) -> list[str]:
     addresses = [part for part in address.replace(" ", "").split(",") if part]
     valid = all(re.fullmatch(r"tcp://.+:\d+|(ipc|inproc)://.+", part) for part in addresses)
     if not valid or len(addresses) not in (1, 2):
-        raise ConfigError(f"{DOCUMENT_EVENTS} = {address} is not a ZeroMQ address: {ADDRESS_HINT}")
+        raise ConfigError(f"{DOCUMENT_EVENTS} = {address} is not a ZeroMQ address: {EVENTS_HINT}")
     return addresses
 
 
-def check_addresses(admin: str, token: str, document_events: str) -> None:
-    """Raise `ConfigError` if an engine cannot start with these addresses, each of which may be empty.
+def check_addresses(settings: "Settings") -> None:
+    """Raise `ConfigError` if an engine cannot start with the addresses of its settings.
 
-    `admin` may also be a URL, which commands use.
+    The setting `admin` may also be a URL, which commands use.
     """
+    admin = settings.admin or ""
     if admin.startswith(UNIX):
         socket_path(admin)
     elif admin and not admin.startswith("http"):
-        host_and_port(admin, token)
-    if document_events:
-        event_addresses(document_events)
+        host_and_port(admin, settings.admin_token or "")
+    if settings.document_events:
+        event_addresses(settings.document_events)

@@ -187,7 +187,7 @@ def _add_documents(app: FastAPI, of: Overview) -> None:
         name: Annotated[str, Query(description="only documents whose name has this part")] = "",
         model: Annotated[str, Query(description="only documents of models whose name has this part")] = "",
         tenant: Annotated[str, Query(description="only documents of tenants that begin with these digits")] = "",
-        unused_for: Annotated[int, Query(ge=0, description="only documents not used for so many seconds")] = 0,
+        unused_for: Annotated[int, Query(ge=0, description="only documents not used for this number of seconds")] = 0,
     ) -> StreamingResponse:
         only = Filter(name=name, model=model, tenant=tenant, unused_for=unused_for)
         page = of.documents.page(limit, after, only, caller.tenant)

@@ -170,7 +170,8 @@ class Scheduler:
             return 0
         if (state.role is Role.LEARN and not self._has_learned(state)) or self._awaits_answers(state):
             return None
-        if request.num_tokens == 1:  # The engine computes the last token, and would ask again without another one.
+        # The engine computes the last token of a prompt. If no other token is loaded, it asks again, without end.
+        if request.num_tokens == 1:
             return 0
         state.decodes = False  # A request that decoded before was preempted.
         if state.revision is not None and not self._can_revise(state, state.revision, local):

@@ -31,8 +31,8 @@ class Size:
     longest: int = 0  # tokens of the longest document
     on_disk: int = 0  # bytes of all documents on disk
     slots: int = 0  # number of memory slots for all documents
-    index: int = 0  # bytes of memory for what an engine knows of all documents
-    max_index: float = 0.0
+    index: int = 0  # memory of an engine that knows all documents
+    max_index: float = 0.0  # maximum memory for known documents
     unblended: str = ""  # why vLLM with lmc does not blend documents of this model; empty if it does
     skipped: dict[str, str] = field(default_factory=dict)  # document -> why it cannot be learned
 
@@ -89,6 +89,7 @@ def size(
     settings, facts = Settings.load(), model_facts(model, dtype)
     shape, chunk_size = facts.shape, settings.chunk_size
     lengths = _lengths(corpus, tokenizer_of(model), facts.positions, split) if corpus.documents else []
+    chunks = [len(chunk_bounds(length, chunk_size)) for length in lengths]
     sizes = Size(
         token=shape.token_bytes * shape.layers,
         slot=ChunkLayout.of(shape, chunk_size).slot_bytes,
@@ -102,8 +103,8 @@ def size(
         on_disk=sum(document_bytes(length, chunk_size, shape, shape.layers) for length in lengths),
         unblended=facts.unblended,
         skipped=corpus.skipped,
-        slots=sum(len(chunk_bounds(length, chunk_size)) for length in lengths),
-        index=sum(known_bytes(length, len(chunk_bounds(length, chunk_size))) for length in lengths),
+        slots=sum(chunks),
+        index=sum(map(known_bytes, lengths, chunks)),
         max_index=settings.max_document_index_size * GIB,
     )
     if as_json:
@@ -165,6 +166,6 @@ def _lines(sizes: Size) -> list[str]:
         f"{mean * MANY_DOCUMENTS / GIB:.1f} GB",
         f"{memory}, {sizes.fit_in_memory} such documents, which take whole chunks ({per_document:.2f} MB each)",
         f"{disk}: {sizes.fit_on_disk} such documents" if sizes.disk else disk,
-        f"what an engine knows of documents, {sizes.max_index / GIB:g} GB of memory (max_document_index_size): "
+        f"known documents, {sizes.max_index / GIB:g} GB of memory (max_document_index_size): "
         f"{sizes.known} such documents",
     ]
