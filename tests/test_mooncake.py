@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -317,6 +317,28 @@ def test_memory_of_failed_calls_has_a_bound(monkeypatch):
         buffers.give_back(buffers.take(NETWORK, 100), call)
     with pytest.raises(OSError, match="may still use their memory"):
         buffers.take(NETWORK, 100)
+
+
+def test_a_client_does_not_sign_off_while_a_question_is_in_flight(monkeypatch):
+    """Mooncake's client may end the process if it is closed during a call, also one that was given up."""
+    monkeypatch.setattr(client, "STOP_SECONDS", 0.1)
+    asked, answers, closed = threading.Event(), threading.Event(), []
+
+    def exist(names):
+        asked.set()
+        answers.wait()
+        return [0]
+
+    for waits in (True, False):
+        one = client.MooncakeClient(parse_mooncake_url("mooncake://127.0.0.1:1"), 0.01)
+        one._store = SimpleNamespace(batch_is_exist=exist, close=lambda waits=waits: closed.append(waits))
+        if not waits:
+            answers.set()
+        with suppress(TimeoutError):
+            one.exist(["name"], 0.01 if waits else 30)
+        assert asked.wait(30)
+        one.close(responds=True)
+    assert closed == [False]
 
 
 def test_a_master_that_dies_is_left_alone_until_it_is_back(own):

@@ -152,6 +152,7 @@ class MooncakeClient:
         self._store: Any = None
         self._setup: Future[Any] | None = None
         self.buffers = Buffers()
+        self._in_flight: set[Future[Any]] = set()  # calls that have begun, also those that were given up
         self._settings = ReplicateConfig()
         self._settings.replica_num = url.replica_num
 
@@ -253,9 +254,9 @@ class MooncakeClient:
         for threads in (self._moving, self._asking):
             threads.shutdown(wait=False, cancel_futures=True)
         until = time.monotonic() + STOP_SECONDS
-        while self.buffers.busy and time.monotonic() < until:
+        while self._is_busy and time.monotonic() < until:
             time.sleep(STOP_SECONDS / 100)
-        if self._store is not None and responds and not self.buffers.busy:
+        if self._store is not None and responds and not self._is_busy:
             self._store.close()
 
     # -- in the threads ----------------------------------------------------------------------------------------------
@@ -318,12 +319,20 @@ class MooncakeClient:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
+    @property
+    def _is_busy(self) -> bool:
+        """Whether a call is in flight, or may still use its memory."""
+        return bool(self._in_flight or self.buffers.busy)
+
     def _begin(self, threads: ThreadPoolExecutor, call: Callable[..., T], *arguments: object) -> "Future[T]":
         """Begin a call in a thread. Raises `OSError` if no thread can be started, or the client is closed."""
         try:
-            return threads.submit(call, *arguments)
+            begun = threads.submit(call, *arguments)
         except RuntimeError as error:
             raise OSError(f"{self.name}: {error}") from None
+        self._in_flight.add(begun)
+        begun.add_done_callback(self._in_flight.discard)
+        return begun
 
     def _move(self, buffer: Buffer, call: Callable[..., T], *arguments: object) -> "Future[T]":
         """Begin a call that moves bytes from or to a buffer. Gives the buffer back if the call cannot begin."""
