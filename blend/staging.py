@@ -1,4 +1,4 @@
-"""Copies the stored parts of the next layer to the GPU while the model computes a layer."""
+"""Copies the stored parts of the next two layers to the GPU while the model computes a layer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +9,9 @@ from lmc.blend.canvas import KV
 from lmc.shapes import KVShape
 
 SIDES = 2  # buffers: the parts in one are placed while the next layer's are copied into the other
+# Layers whose copies may be issued before their parts are placed. The bus then goes on while the host is busy with a
+# layer. More than the number of buffers would overwrite parts that are not placed yet.
+AHEAD = SIDES
 
 
 class Staging:
@@ -39,20 +42,19 @@ class Staging:
             buffer.record_stream(stream)  # An aborted blend must not free its memory before the copies end.
         stream.wait_stream(self._model)  # The model's stream may still use the buffers' memory.
         self._copied: dict[int, torch.cuda.Event] = {}  # by layer
-        self._placed: dict[int, torch.cuda.Event] = {}  # by buffer
+        self._placed: dict[int, torch.cuda.Event] = {}  # by layer
 
     @property
     def _model(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._stream.device)
 
     def begin(self, layer: int) -> None:
-        """Issue the copies of a layer, unless they have been issued."""
-        side = layer % SIDES
+        """Issue the copies of a layer, unless they have been issued. Layer − `SIDES` must have been placed."""
         if layer in self._copied:
             return
         with torch.cuda.stream(self._stream):
-            if side in self._placed:
-                self._stream.wait_event(self._placed[side])
+            if layer >= SIDES:
+                self._stream.wait_event(self._placed.pop(layer - SIDES))
             self._stage(layer, self._buffer(layer))
             self._copied[layer] = self._stream.record_event()
 
@@ -66,4 +68,4 @@ class Staging:
         self.begin(layer)
         self._model.wait_event(self._copied.pop(layer))
         yield self._buffer(layer)
-        self._placed[layer % SIDES] = self._model.record_event()
+        self._placed[layer] = self._model.record_event()

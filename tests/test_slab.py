@@ -335,6 +335,7 @@ class Registered:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         self.devices = []
         monkeypatch.setattr(torch.cuda, "set_device", self.devices.append)
 
@@ -389,6 +390,16 @@ def test_memory_that_cannot_be_page_locked_is_used_as_it_is_and_that_is_said_onc
     (line,) = caplog.messages
     assert "cannot be page-locked (CUDA error 2)" in line
     assert "ulimit -l" in line
+
+
+def test_memory_is_never_page_locked_while_a_graph_is_captured(monkeypatch):
+    """CUDA would break off the capture, and vLLM its start."""
+    owner, share, found = sparse_slab_of_a_server(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for lock in (lambda: Slab(2, 1, 4096), lambda: Slab.attach(owner.address, share)):
+        with pytest.raises(AssertionError, match="while a CUDA graph is captured"):
+            lock()
+    assert not found.locked
 
 
 def sparse_slab_of_a_server(monkeypatch, **refused):

@@ -9,7 +9,7 @@ import torch
 
 from lmc.blend.canvas import KV
 from lmc.blend.kernels import place
-from lmc.blend.staging import SIDES, Staging
+from lmc.blend.staging import AHEAD, Staging
 from lmc.shapes import KVShape
 
 DEVICE, CPU = torch.device("cuda", 1), torch.device("cpu")
@@ -105,9 +105,8 @@ def placed(monkeypatch, seed: int) -> list[KV]:
             copy = Task(run=lambda into=found[layer], parts=parts: place.stage([parts], into))
             machine.issue(machine.current, copy)
         machine.some()
-        if layer + 1 < LAYERS and seed % 3:  # otherwise the next layer has not arrived yet
-            staging.begin(layer + 1)
-            staging.begin(layer + 1)
+        for later in range(layer + 1, min(layer + 1 + seed % (AHEAD + 1), LAYERS)):  # the others have not arrived yet
+            staging.begin(later)
         machine.some()
     machine.finish()
     return found
@@ -143,9 +142,8 @@ def test_the_control_a_stream_that_does_not_wait_gets_wrong_parts(monkeypatch, w
     assert not all(right(placed(monkeypatch, seed)) for seed in range(300))
 
 
-def test_the_next_layer_is_copied_while_one_is_placed(monkeypatch):
-    """Nothing of the model's stream has run yet when the copies of the next layer are done."""
-    assert SIDES == 2
+def test_the_next_two_layers_are_copied_while_the_model_computes_one(monkeypatch):
+    assert AHEAD == 2
     machine, staged = Machine(0), []
     machine.installed(monkeypatch)
 
@@ -153,10 +151,19 @@ def test_the_next_layer_is_copied_while_one_is_placed(monkeypatch):
         machine.issue(machine.current, Task(lambda: staged.append(layer)))
 
     staging = Staging(stage, SHAPES, TOKENS, CPU, machine.copies)
-    machine.finish()
-    machine.issue(machine.model, Task(ready=lambda: False))  # a long computation
     with staging.parts(0):
         pass
+    machine.issue(machine.model, Task(ready=lambda: False))  # a long computation
     staging.begin(1)
+    staging.begin(2)
     machine.go_on(100)
-    assert staged == [0, 1]
+    assert staged == [0, 1, 2]
+
+
+def test_a_buffer_is_not_given_to_a_layer_before_it_is_placed(monkeypatch):
+    machine = Machine(0)
+    machine.installed(monkeypatch)
+    staging = Staging(lambda layer, into: None, SHAPES, TOKENS, CPU, machine.copies)
+    staging.begin(1)
+    with pytest.raises(KeyError):
+        staging.begin(2)

@@ -5,8 +5,10 @@ import torch
 from test_staging import DEVICE, Machine, Stream, Task
 
 from lmc.connectors.vllm.worker.streams import LayerLoads, Streams
+from lmc.storage.memory.slab import Slab, Slot
 
 LAYERS = 5
+SLOT = Slot(0)
 
 
 class Kept(torch.Tensor):
@@ -118,3 +120,73 @@ def test_copies_of_a_gpu_without_cuda_are_done_when_no_event_is_left_to_wait_for
         with streams.behind(streams.save):
             assert streams.event() is None
         assert len(waited) == wanted
+
+
+class HostWaits(Stream):
+    """A stream, or an event of one, for which the host waits."""
+
+    def record(self, stream) -> None:
+        self._event = stream.record_event()
+
+    def synchronize(self) -> None:
+        event = self._event if hasattr(self, "_event") else self.record_event()
+        while not event.over:
+            self._machine.go_on(1)
+
+    @property
+    def over(self) -> bool:
+        return self._event.over
+
+
+class Later:
+    """A slot, to which bytes are copied when the current stream comes to that."""
+
+    def __init__(self, machine: Machine, memory: torch.Tensor) -> None:
+        self.machine, self.memory = machine, memory
+
+    def fill_(self, value: int) -> None:
+        self.machine.issue(self.machine.current, Task(lambda: self.memory.fill_(value)))
+
+    def copy_(self, source: "Later", **_) -> None:
+        self.machine.issue(self.machine.current, Task(lambda: self.memory.copy_(source.memory)))
+
+
+class SimulatedSlab(Slab):
+    """A slab of one slot in the memory of a simulated GPU, or of its host."""
+
+    def __init__(self, machine: Machine, device: torch.device) -> None:
+        super().__init__(1, 1, 4096)
+        self.machine, self.device = machine, device
+
+    def slot(self, slot: Slot) -> Later:
+        return Later(self.machine, super().slot(slot))
+
+
+def moved(monkeypatch, seed: int) -> tuple[int, int, bytes]:
+    """Move what the model has written to a GPU's slab to the host, and back; then read what the model writes there."""
+    machine = Machine(seed)
+    machine.installed(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: HostWaits(machine))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: HostWaits(machine))
+    gpu, host = SimulatedSlab(machine, DEVICE), SimulatedSlab(machine, torch.device("cpu"))
+    gpu.slot(SLOT).fill_(7)
+    gpu.written(SLOT)
+    host.copy_from(SLOT, gpu, SLOT)
+    to_host = int(host.part(SLOT, 0)[0])
+    gpu.slot(SLOT).fill_(1)
+    gpu.written(SLOT)  # and given up
+    gpu.copy_from(SLOT, host, SLOT)
+    to_gpu = int(gpu.part(SLOT, 0)[0])
+    gpu.slot(SLOT).fill_(5)
+    gpu.written(SLOT)
+    return to_host, to_gpu, bytes(gpu.snapshot(SLOT, 1, 1))
+
+
+def test_copies_between_slabs_wait_for_the_model_and_the_host_waits_for_them(monkeypatch):
+    assert all(moved(monkeypatch, seed) == (7, 7, b"\x05") for seed in range(100))
+
+
+@pytest.mark.parametrize(("waits", "who"), [("wait_event", Stream), ("synchronize", HostWaits)])
+def test_the_control_slabs_without_a_wait_have_other_bytes(monkeypatch, waits, who):
+    monkeypatch.setattr(who, waits, lambda *_: None)
+    assert not all(moved(monkeypatch, seed) == (7, 7, b"\x05") for seed in range(100))

@@ -402,8 +402,10 @@ def tile(
 def scored(tuning: Tuning, dim: int, itemsize: int) -> Tile:
     """Return the size of a program of `_paid`, whose rows are tokens."""
     wide = padded(dim)
-    if itemsize > 2 or wide > 256:
-        return tuning.tiles["scores, float32 or wider heads"]
+    if wide > 256:
+        return tuning.tiles["scores, wider heads"]
+    if itemsize > 2:
+        return tuning.tiles["scores, float32" if wide <= 128 else "scores, float32, heads of 256"]
     return tuning.tiles["scores" if wide <= 128 else "scores, heads of 256"]
 
 

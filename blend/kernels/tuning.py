@@ -24,7 +24,9 @@ Kind = Literal[
     "float32",
     "scores",
     "scores, heads of 256",
-    "scores, float32 or wider heads",
+    "scores, wider heads",
+    "scores, float32",
+    "scores, float32, heads of 256",
 ]
 
 
@@ -77,7 +79,9 @@ AMPERE = Tuning(
         "float32": Tile(16, 16, 8),
         "scores": Tile(64, 64, 4),
         "scores, heads of 256": Tile(64, 16, 4),
-        "scores, float32 or wider heads": Tile(16, 32, 8),
+        "scores, wider heads": Tile(16, 32, 8),
+        "scores, float32": Tile(16, 32, 8, stages=1),  # With more stages, it spills registers in Triton 3.8.
+        "scores, float32, heads of 256": Tile(16, 32, 8, stages=2),  # for the shared memory of GPUs of 8.6
     },
 )
 # One program of "many rows" fits into a multiprocessor, which has room for a third buffer of keys and values.

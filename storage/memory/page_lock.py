@@ -35,6 +35,7 @@ def lock(owner: HostMemory, start: int, stop: int, whole: int) -> None:
     of `whole` bytes, because no copy may cross from one stretch into the next. If a stretch cannot be locked, copies
     from and to it are slower; one warning is logged for all of them.
     """
+    _assert_no_capture()
     stretches = [owner.stretch(*one) for one in _divided(start, stop, whole, LOCKED_AT_ONCE)]
     here = (torch.cuda.current_device(),)  # By default a new thread would lock for device 0, and use memory there.
     with ThreadPoolExecutor(min(THREADS, len(stretches)), initializer=torch.cuda.set_device, initargs=here) as pool:
@@ -54,6 +55,7 @@ def lock_beside(owner: HostMemory, start: int, stop: int, whole: int) -> None:
     Copies of memory that is not locked yet are slower. The thread ends early when the owner is gone, or at the first
     stretch that cannot be locked.
     """
+    _assert_no_capture()
     stretches = _divided(start, stop, whole, LOCKED_BESIDE)
     arguments = (weakref.ref(owner), stretches, torch.cuda.current_device())
     threading.Thread(target=_lock_each, args=arguments, name="lmc-lock", daemon=True).start()
@@ -72,6 +74,14 @@ def _lock_each(owned: "weakref.ref[HostMemory]", stretches: Sequence[tuple[int, 
         _release_with(owner, stretch)
         owner.locked_whole = stop == stretches[-1][1]
         del owner, stretch  # Otherwise these references would keep the owner alive while the next stretch is locked.
+
+
+def _assert_no_capture() -> None:
+    """Assert that no CUDA graph is being captured: page-locking, in any thread, would make the capture fail.
+
+    vLLM captures its graphs before its first step, and workers map slabs in steps.
+    """
+    assert not torch.cuda.is_current_stream_capturing(), "memory is page-locked while a CUDA graph is captured"
 
 
 def _divided(start: int, stop: int, whole: int, size: int) -> list[tuple[int, int]]:

@@ -10,13 +10,14 @@ import pytest
 import transformers
 from amount import mostly_long
 from lab import DOCUMENTS, FAMILIES, PLAIN, PROMPT, SIZES, Lab, agree, answer, engine, facts
-from stepping import only_on_disk, poison
+from stepping import only_on_disk, poison, worker
 from tier_wrappers import Faulty
 
 
 @contextmanager
 def running(model: Path, disk: Path) -> Iterator[Lab]:
     with engine(model, {"local_disk": str(disk)}) as lab:
+        assert worker()._slab is None, "a slab is page-locked when it is mapped, and graphs were captured until now"
         poison()
         yield lab
 

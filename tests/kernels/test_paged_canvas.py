@@ -250,9 +250,9 @@ def test_parts_that_are_copied_on_a_stream_of_their_own_are_placed_as_others_are
         assert torch.allclose(one, other, atol=1e-4)
 
 
-@pytest.mark.parametrize(("ahead", "wanted"), [(True, "f0 b1 f1 b2 f2"), (False, "f0 f1 f2")])
+@pytest.mark.parametrize(("ahead", "wanted"), [(True, "f0 b1 b2 f1 b2 f2"), (False, "f0 f1 f2")])
 def test_exact_pages_are_waited_for_layer_by_layer(monkeypatch, ahead, wanted):
-    """Those of the next layer are loaded when the ones of this layer are there, if they have arrived."""
+    """Those of the next two layers are loaded when the ones of this layer are there, if they have arrived."""
     asked: list[str] = []
     loads = SimpleNamespace(
         cost=1, begin=lambda layer: asked.append(f"b{layer}"), finish=lambda layer: asked.append(f"f{layer}")

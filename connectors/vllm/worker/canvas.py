@@ -10,7 +10,7 @@ import torch
 
 from lmc.blend.canvas import KV, Attention, Paged, positions_of
 from lmc.blend.layer_attention import LayerAttention, turns_of
-from lmc.blend.staging import Staging
+from lmc.blend.staging import AHEAD, Staging
 from lmc.connectors.vllm.messages import BlendJob
 from lmc.connectors.vllm.worker.native import NativeLayers, PagedRows, RowBatch
 from lmc.connectors.vllm.worker.paged import TokenAccess
@@ -75,16 +75,18 @@ class PagedCanvas:
     def place(self, layer: int) -> int:
         """Load the exact pages of a layer, and write its stored keys, rotated, and values into the other pages.
 
-        If the next layer's parts have arrived, they are copied to the GPU while the model works on this layer.
+        The parts of the next layers that have arrived are copied to the GPU while the model works on this layer.
         """
         if self._loads is not None:
             self._loads.finish(layer)
         if self._job.documents:
             self._place_documents(layer)
         ahead = [copies for copies in (self._loads, self._staging) if copies is not None]
-        if ahead and layer + 1 < self.depth and self.arrived(layer + 1):
+        for later in range(layer + 1, min(layer + 1 + AHEAD, self.depth)) if ahead else ():
+            if not self.arrived(later):
+                break
             for copies in ahead:
-                copies.begin(layer + 1)
+                copies.begin(later)
         return self._place_cost
 
     def _place_documents(self, layer: int) -> None:
