@@ -18,7 +18,7 @@ INSTALL := $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y redis-s
 APT := $(INSTALL) || { $(SUDO) apt-get -o Acquire::Retries=0 -o Acquire::http::Timeout=20 update && $(INSTALL); }
 
 .PHONY: demo test test-fast test-engine test-engine-first test-engine-last test-engine-oldest test-engine-overlay overlay \
-	test-long redis mooncake browser tokenizers lint bench bench-engine gpu gpu-kit clean
+	test-triton test-long redis mooncake browser tokenizers lint bench bench-engine gpu gpu-kit clean
 
 demo: $(VENV)/ready
 	$(BIN)/lmc demo $(DEMO)
@@ -66,6 +66,12 @@ test-engine-overlay: $(OVERLAY)/ready
 	$(OVERLAY)/bin/python $(call RUN,overlay-served) $(SERVED)
 
 overlay: $(OVERLAY)/ready
+
+# The kernels compiled in all sizes by another Triton than the environments have; 3.8 comes with the newest vLLM.
+TRITON := 3.8.0
+test-triton: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/triton-$(TRITON) triton==$(TRITON)
+	PYTHONPATH=build/triton-$(TRITON) $(BIN)/python -m pytest --long tests/test_kernels_compile.py $(TESTS)
 
 # Before a release: all tests, and the core on the oldest and the newest vLLM, two runs at once. Each further environment takes
 # 3.6 GB. bench/results/test_long.json is written also if tests fail.
