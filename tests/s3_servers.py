@@ -16,10 +16,10 @@ ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AW
 
 
 @contextmanager
-def s3_server() -> Iterator[int]:
-    """The port of an S3 server with one bucket."""
+def s3_server(python: str = sys.executable) -> Iterator[int]:
+    """The port of an S3 server with one bucket. `python` is one that has moto."""
     port = free_port()
-    command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [python, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             make_bucket(port)

@@ -30,9 +30,12 @@ def pages_of(heads: int, dim: int, size: int, tokens: int, dtype: torch.dtype, l
     return Paged(keys, values, table)
 
 
-def latent_pages(dim: int, latent: int, size: int, tokens: int, dtype: torch.dtype) -> Paged:
-    """Random pages as vLLM has them for MLA: a token has a latent vector and, behind it, its rotated key."""
-    both = pages_of(1, dim + latent, size, tokens, dtype).keys
+def latent_pages(dim: int, latent: int, size: int, tokens: int, dtype: torch.dtype, heads: int = 1) -> Paged:
+    """Random pages as vLLM has them for MLA: a token has a latent vector and, after it, its rotated key.
+
+    MLA has one head. With several, these are pages of heads whose values have another dim than their keys.
+    """
+    both = pages_of(heads, dim + latent, size, tokens, dtype).keys
     return Paged(both[..., latent:], both[..., :latent], torch.arange(-(-tokens // size), dtype=torch.int32).flip(0))
 
 

@@ -30,9 +30,11 @@ PLACED, PAIRED = (
     (test_place, "test_what_is_placed_is_what_torch_places", (PARTLY, FLOAT, interleaved, "apart"))
     for interleaved in (False, True)
 )
+OTHER_DIM = test_place, "test_values_may_have_another_dim", (32, 1)
 READ = test_place, "test_what_is_read_is_what_torch_reads", (PARTLY, 76, "apart")
 DEVIATES = test_place, "test_deviations_are_those_of_torch", (PARTLY, FLOAT, "apart")
 SHIFTED = test_shift, "test_changes_and_corrections_are_those_of_torch", (PARTLY, FLOAT, False, "apart")
+SHIFTED_DIM = test_shift, "test_values_of_another_dim_are_corrected", (32, 2)
 WEIGHED = test_shift, "test_weights_are_those_of_torch", (PARTLY, FLOAT, False, "apart")
 
 ATTENTION = [  # what stands in the module, what is put there, and which test fails
@@ -47,7 +49,7 @@ ATTENTION = [  # what stands in the module, what is put there, and which test fa
     ("tl.max(over_heads, 0)", "tl.sum(over_heads, 0)", MOST),
     ("best /= HEADS * GROUP", "best /= HEADS", MEANS),
     # shares of keys and of tokens
-    ("begin = share * per", "begin = share * (per + BN)", TOGETHER),
+    ("begin = low + share * per", "begin = low + share * (per + BN)", TOGETHER),
     ("reach = tl.minimum(reach, begin + per)", "reach = reach", TOGETHER),
     ("tl.num_programs(1) - 1 - tl.program_id(1)", "tl.num_programs(1) - tl.program_id(1)", OUTPUTS),
     ("_queries(row + tl.minimum(tl.load(positions), 0), tile", "_queries(row, tile + 1", OUTPUTS),
@@ -74,7 +76,7 @@ PLACE = [
     ("slot // size * stride_block", "slot // (size + 1) * stride_block", READ),
     ("slot // size * stride_block", "slot // (size + 1) * stride_block", DEVIATES),
     *((f"{into} = {VALUES}", f"{into} = {AS_KEYS}", test) for into, test in (("into", PLACED), ("source", READ))),
-    ("source[:, None] + stored_kind", "source[:, None]", PLACED),
+    ("stored_values + (row * V)", "stored_values + (row * D)", OTHER_DIM),
     # rotations
     ("a * c - b * s", "a * c + b * s", PLACED),
     ("return 2 * i, 2 * i + 1", "return i, i + HALF", PAIRED),
@@ -87,18 +89,19 @@ SHIFT = [
     ("n < tl.load(tile + 1)", "n < tl.load(tile + 1) - 1", SHIFTED),
     ("known, wide = m < tl.load(tile + 3)", "known, wide = m < MOST", SHIFTED),
     ("* share, mask=whole", ", mask=whole", SHIFTED),
-    ("_summed(own, changes, e + HEADS * D", "_summed(own, changes, e", SHIFTED),
+    ("e += HEADS * D + h * (V - D)", "e += h * (V - D)", SHIFTED),
+    ("e += HEADS * D + h * (V - D)", "e += HEADS * D", SHIFTED_DIM),
     # weights: masks
     ("mask = (t < tokens)[:, None]", "mask = (t < tokens - 1)[:, None]", WEIGHED),
     ("r < tl.load(span + 1))", "r < tl.load(span + 1) - 1)", WEIGHED),
     ("tl.where(there[:, None] & (m < known)[None, :], products", "tl.where(there[:, None], products", WEIGHED),
     ("(example + r, r < known)", "(example + r, r < known - 1)", WEIGHED),
-    ("products + tl.where(r[:, None] == m[None, :], 1.0, 0.0)", "products", WEIGHED),
+    ("r[:, None] == m[None, :], 1.0, 0.0", "r[:, None] == m[None, :], 0.9, 0.0", WEIGHED),
     # slots, rotations and strides
     ("source = _rows(keys, slots, t, there, h, size,", "source = _rows(keys, slots, t, there, h, size + 1,", WEIGHED),
-    ("(wide * HEADS + h) * D, cos, sin", "(wide * HEADS + h) * D, sin, cos", WEIGHED),
-    ("out + (wide * HEADS + h) * D, cos", "out + (h * tokens + wide) * D, cos", WEIGHED),
-    ("key_block, key_head, key_token)\n    _rotate(source", "key_block, 0, key_token)\n    _rotate(source", WEIGHED),
+    ("_rotate(source, None, into, cos, sin", "_rotate(source, None, into, sin, cos", WEIGHED),
+    ("into = out + (wide * HEADS + h) * D", "into = out + (h * tokens + wide) * D", WEIGHED),
+    ("key_block, key_head, key_token)\n    into = out", "key_block, 0, key_token)\n    into = out", WEIGHED),
     ("begin in range(0, DIMS, BD)", "begin in range(0, DIMS - BD, BD)", WEIGHED),
     # other documents
     ("example, known, number = tl.load(span + 2)", "example, known, number = tl.load(span + 2) * 0", WEIGHED),

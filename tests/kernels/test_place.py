@@ -44,13 +44,13 @@ def test_what_is_placed_is_what_torch_places(shape, dtype, interleaved, layout):
     assert agree(pages, wanted, dtype)
 
 
-@pytest.mark.parametrize("rotated", [32, 16])
-def test_values_may_have_another_dim(rotated):
+@pytest.mark.parametrize(("rotated", "heads"), [(32, 1), (16, 1), (32, 2)])
+def test_values_may_have_another_dim(rotated, heads):
     _, _, turn, new = problem(SHAPES[0], torch.float32)
-    pages = latent_pages(32, 80, 16, 140, torch.float32)
+    pages = latent_pages(32, 80, 16, 140, torch.float32, heads)
     canvas = OneLayer(pages, rotated=rotated, interleaved=True)
     turn = canvas.turn(new, new + 3)
-    parts = [(torch.randn(count, 1, 32), torch.randn(count, 1, 80)) for count in COUNTS]
+    parts = [(torch.randn(count, heads, 32), torch.randn(count, heads, 80)) for count in COUNTS]
     slots, wanted = slots_of(pages, new), copied(pages)
     place.place(parts, turn, slots, wanted)
     place_triton.place(parts, turn, slots, pages)

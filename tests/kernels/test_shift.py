@@ -59,20 +59,20 @@ def test_changes_and_corrections_are_those_of_torch(shape, dtype, interleaved, l
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("rotated", [32, 16])
-def test_values_of_another_dim_are_corrected(rotated):
+@pytest.mark.parametrize(("rotated", "heads"), [(32, 1), (16, 1), (32, 2)])
+def test_values_of_another_dim_are_corrected(rotated, heads):
     torch.manual_seed(rotated)
     count = sum(TOKENS) + sum(EXAMPLES)
-    pages = latent_pages(32, 80, 16, count, torch.float32)
+    pages = latent_pages(32, 80, 16, count, torch.float32, heads)
     canvas, other = (OneLayer(one, rotated=rotated, interleaved=True) for one in (pages, copied(pages)))
     positions = torch.randperm(count)
     examples, others = positions[: sum(EXAMPLES)], positions[sum(EXAMPLES) :]
-    stored = torch.randn(len(examples), 1, 32), torch.randn(len(examples), 1, 80)
+    stored = torch.randn(len(examples), heads, 32), torch.randn(len(examples), heads, 80)
     back, forth = canvas.turn(examples, 0 * examples), canvas.turn(0 * others, others)
     found, wanted = (
         one.changes_of(canvas, 0, canvas.slots(examples)[0], stored, back) for one in (shift_triton, shift)
     )
-    assert found.shape == (len(examples), 32 + 80)
+    assert found.shape == (len(examples), heads * (32 + 80))
     assert (found - wanted).abs().max() <= 1e-5
     shares, spans = torch.randn(len(others), MOST_EXAMPLES) / MOST_EXAMPLES, Spans.of(TOKENS, EXAMPLES, canvas.device)
     for over, one in ((canvas, shift_triton), (other, shift)):

@@ -1,0 +1,198 @@
+"""TTFT inside vLLM with KV that comes from each tier, beside full prefill by vLLM without lmc. One thread, float32.
+
+    python bench/pool.py [--model smollm2] [--rounds 5] [--only disk --only redis] [--load-policy auto] [--keep]
+
+Two kinds of prompts of about 2,000 tokens: `exact`, which the engine has computed before, and `blend`, 8 known
+documents in a new order. Before each request, the engine's prefix cache and lmc's memory are emptied, so that chunks
+come from the tier: a disk, Redis, Mooncake Store (over TCP), and S3 with 0, 5 and 30 ms of added latency. The S3 server
+is moto, which is written in Python and slower than any network. All servers run on this machine. In each round, vLLM
+computes a prompt, and lmc gets the same one. The first round is the first that this engine reads from the tier, and
+nothing is known of its speed; it is shown apart. What is measured, by tier and kind:
+
+    speedup     TTFT of vLLM over TTFT with lmc, median of the rounds after the first; `first`: in the first round
+    loaded      share of the prompt whose KV came from the tier, mean of the same rounds; the rest was computed
+    mib_s       bytes of this KV for each second of TTFT, median of rounds that loaded something
+"""
+
+import argparse
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from common import closing_line, parser
+from engine import Engine, Host, in_folder, make_model, prompt_of, words
+
+from lmc.demo.pretrained import checkpoint
+from lmc.demo.random_model import machine
+from lmc.shapes import GIB, MIB
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "tests"))
+
+DOCUMENTS, TOKENS = 8, 250
+LATENCIES = (0, 5, 30)  # ms
+MEMORY = 1.0  # GB
+POOL = 4 * GIB
+
+
+class PoolHost(Host):
+    """An engine whose chunks can be taken out of lmc's memory, while its tiers keep them."""
+
+    clocked = False
+
+    def only_in_tier(self) -> dict[str, Any]:
+        from storage_fakes import lose, state_of
+
+        self.forget_prefixes()
+        store = self.core.scheduler.connector._scheduler.engine.store
+        store.flush()
+        lose(store, *list(state_of(store).host.keys()))
+        return {}
+
+    def token_bytes(self) -> dict[str, Any]:
+        scheduler = self.core.scheduler.connector._scheduler
+        layout = scheduler.engine.store.slab
+        return {"bytes": layout.parts * layout.part_bytes / scheduler.engine.chunk_size}
+
+
+def late(port: int, seconds: float) -> int:
+    """Start a relay to a port of this machine, which keeps each request for some seconds, and return its port."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def accept() -> None:
+        while True:
+            client, _ = listening.accept()
+            server = socket.create_connection(("127.0.0.1", port))
+            for one in (client, server):
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _in_background(_relay, client, server, seconds)
+            _in_background(_relay, server, client, 0.0)
+
+    _in_background(accept)
+    return int(listening.getsockname()[1])
+
+
+def _in_background(work: Callable[..., None], *given: Any) -> None:
+    threading.Thread(target=work, args=given, daemon=True).start()
+
+
+def _relay(source: socket.socket, target: socket.socket, seconds: float) -> None:
+    """Pass bytes on. What comes after a pause is a new request, and waits."""
+    with suppress(OSError):
+        last = 0.0
+        while data := source.recv(MIB):
+            if seconds and time.monotonic() - last > seconds:
+                time.sleep(seconds)
+            last = time.monotonic()
+            target.sendall(data)
+    for one in (source, target):
+        with suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def tiers(wanted: list[str]) -> Iterator[dict[str, dict[str, Any]]]:
+    """The settings of an engine for each tier, whose servers run."""
+    found: dict[str, dict[str, Any]] = {"memory": {}}
+    names = ["memory", "disk", "redis", "mooncake", *(f"s3 +{latency} ms" for latency in LATENCIES)]
+    wanted = [name for name in names if not wanted or name.partition(" ")[0] in wanted]
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmc-pool-")))
+        found["disk"] = {"local_disk": str(folder / "disk"), "max_local_disk_size": 8.0}
+        if "redis" in wanted:
+            from redis_servers import RedisServer
+
+            found["redis"] = {"remote_url": stack.enter_context(RedisServer(folder)).tcp_url()}
+        if "mooncake" in wanted:
+            from mooncake_servers import mooncake_store
+
+            port = stack.enter_context(mooncake_store(POOL)).port
+            found["mooncake"] = {"remote_url": f"mooncake://127.0.0.1:{port}/pool"}
+        of_s3 = [name for name in wanted if name.startswith("s3")]
+        if of_s3:
+            from s3_servers import BUCKET, s3_server
+
+            port = stack.enter_context(s3_server(str(ROOT / ".venv/bin/python")))
+            for name in of_s3:
+                latency = int(name.split("+")[1].split()[0]) / 1000
+                at = late(port, latency) if latency else port
+                url = f"s3://{BUCKET}/{name[4:].replace(' ', '')}?endpoint=http://127.0.0.1:{at}"
+                found[name] = {"remote_url": url}
+        yield {name: found[name] for name in wanted}
+
+
+def measure(
+    plain: Engine, model: str, settings: dict[str, Any], rounds: int, *, in_memory: bool
+) -> dict[str, dict[str, float]]:
+    """Return what was measured with one tier, by kind of prompt."""
+    documents = [words(TOKENS, seed) for seed in range(DOCUMENTS)]
+    known = [words(DOCUMENTS * TOKENS, 100 + seed) for seed in range(rounds)]
+    rows: dict[str, list[dict[str, float]]] = defaultdict(list)
+    with Engine(model, lmc=settings, host=PoolHost) as ours:
+        size = ours.do("token_bytes")["bytes"]
+        for document in documents:
+            ours.ask(document, {"learn": True})
+        for prompt in known:
+            ours.ask(prompt)
+        for seed in range(rounds):
+            order = [documents[(at * 3 + seed) % DOCUMENTS] for at in range(DOCUMENTS)]
+            blend, spans = prompt_of(order, seed)
+            for kind, prompt, wish in (("exact", known[seed], None), ("blend", blend, {"documents": spans})):
+                plain.forget_prefixes()
+                ours.do("forget_prefixes" if in_memory else "only_in_tier")
+                alone, found = plain.ask(prompt)["seconds"], ours.ask(prompt, wish)
+                loaded = sum(found["facts"].get("tokens_from", {}).values())
+                rows[kind].append({
+                    "speedup": alone / found["seconds"], "loaded": loaded / len(prompt),
+                    "mib_s": loaded * size / found["seconds"] / MIB,
+                })  # fmt: skip
+                print(f"    {kind} {alone:.2f} s, {found['seconds']:.2f} s {found['facts']}", flush=True)
+            plain.pin(0)
+            ours.pin(0)
+    return {kind: summary(found) for kind, found in rows.items()}
+
+
+def summary(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Return the medians and means over the rounds of one kind."""
+    first, *later = rows
+    found = {
+        "speedup": round(median(row["speedup"] for row in later), 3),
+        "first": round(first["speedup"], 3),
+        "loaded": round(fmean(row["loaded"] for row in later), 3),
+    }
+    if fast := [row["mib_s"] for row in later if row["loaded"]]:
+        found["mib_s"] = round(median(fast), 1)
+    return found
+
+
+def main() -> None:
+    arguments = parser(__doc__, "pool")
+    arguments.add_argument("--model", default="smollm2", help="key of a pretrained model, or `random`")
+    arguments.add_argument("--rounds", type=int, default=6)
+    arguments.add_argument("--only", action="append", default=[], help="memory, disk, redis, mooncake or s3")
+    arguments.add_argument("--load-policy", choices=("auto", "always"), default="auto")
+    options: argparse.Namespace = arguments.parse_args()
+    print(machine())
+    by_tier: dict[str, dict[str, dict[str, float]]] = {}
+    with in_folder() as folder, tiers(options.only) as wanted:
+        model = make_model(folder) if options.model == "random" else str(checkpoint(options.model))
+        with Engine(model, lmc=None) as plain:
+            for name, more in wanted.items():
+                settings = {"load_policy": options.load_policy, "max_local_cpu_size": MEMORY, **more}
+                by_tier[name] = measure(plain, model, settings, options.rounds, in_memory=name == "memory")
+                print(f"{name}: {by_tier[name]}", flush=True)
+    worst = min(found["speedup"] for kinds in by_tier.values() for found in kinds.values())
+    result = {"bench": "pool", "worst": worst, "load_policy": options.load_policy, "by_tier": by_tier}
+    closing_line(result, "pool" if options.keep and not options.only else None)
+
+
+if __name__ == "__main__":
+    main()
