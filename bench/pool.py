@@ -4,10 +4,11 @@
 
 Two kinds of prompts of about 2,000 tokens: `exact`, which the engine has computed before, and `blend`, 8 known
 documents in a new order. Before each request, the engine's prefix cache and lmc's memory are emptied, so that chunks
-come from the tier: a disk, Redis, Mooncake Store (over TCP), and S3 with 0, 5 and 30 ms of added latency. The S3 server
-is moto, which is written in Python and slower than any network. All servers run on this machine. In each round, vLLM
-computes a prompt, and lmc gets the same one. The first round is the first that this engine reads from the tier, and
-nothing is known of its speed; it is shown apart. What is measured, by tier and kind:
+come from the tier: a disk, Redis, Mooncake Store (over TCP), S3 with 0, 5 and 30 ms of added latency, and S3 at 10
+MB/s, which is slower than computing. The S3 server is moto, which is written in Python and slower than any network. All
+servers run on this machine. In each round, vLLM computes a prompt, and lmc gets the same one. The first round is the
+first in which the engine reads from the tier. It knows nothing of its speed then, so this round is shown apart. What is
+measured, by tier and kind:
 
     speedup     TTFT of vLLM over TTFT with lmc, median of the rounds after the first; `first`: in the first round
     loaded      share of the prompt whose KV came from the tier, mean of the same rounds; the rest was computed
@@ -15,6 +16,7 @@ nothing is known of its speed; it is shown apart. What is measured, by tier and 
 """
 
 import argparse
+import os
 import socket
 import sys
 import tempfile
@@ -38,7 +40,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "tests"))
 
 DOCUMENTS, TOKENS = 8, 250
-LATENCIES = (0, 5, 30)  # ms
+# S3 servers by name: added latency in seconds, and bytes a second that can be read (0: without a limit).
+S3 = {"s3": (0.0, 0.0), "s3 +5 ms": (0.005, 0.0), "s3 +30 ms": (0.03, 0.0), "s3 10 MB/s": (0.0, 10e6)}
 MEMORY = 1.0  # GB
 POOL = 4 * GIB
 
@@ -63,8 +66,11 @@ class PoolHost(Host):
         return {"bytes": layout.parts * layout.part_bytes / scheduler.engine.chunk_size}
 
 
-def late(port: int, seconds: float) -> int:
-    """Start a relay to a port of this machine, which keeps each request for some seconds, and return its port."""
+def slower(port: int, latency: float, rate: float) -> int:
+    """Start a relay to a port of this machine, and return its port.
+
+    It keeps each request for `latency` seconds, and passes on `rate` bytes of answers a second, unless these are 0.
+    """
     listening = socket.create_server(("127.0.0.1", 0))
 
     def accept() -> None:
@@ -73,8 +79,8 @@ def late(port: int, seconds: float) -> int:
             server = socket.create_connection(("127.0.0.1", port))
             for one in (client, server):
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _in_background(_relay, client, server, seconds)
-            _in_background(_relay, server, client, 0.0)
+            _in_background(_relay, client, server, latency, 0.0)
+            _in_background(_relay, server, client, 0.0, rate)
 
     _in_background(accept)
     return int(listening.getsockname()[1])
@@ -84,14 +90,20 @@ def _in_background(work: Callable[..., None], *given: Any) -> None:
     threading.Thread(target=work, args=given, daemon=True).start()
 
 
-def _relay(source: socket.socket, target: socket.socket, seconds: float) -> None:
+PACE = threading.Lock()  # All connections together have the rate.
+
+
+def _relay(source: socket.socket, target: socket.socket, latency: float, rate: float) -> None:
     """Pass bytes on. What comes after a pause is a new request, and waits."""
     with suppress(OSError):
         last = 0.0
         while data := source.recv(MIB):
-            if seconds and time.monotonic() - last > seconds:
-                time.sleep(seconds)
+            if latency and time.monotonic() - last > latency:
+                time.sleep(latency)
             last = time.monotonic()
+            if rate:
+                with PACE:
+                    time.sleep(len(data) / rate)
             target.sendall(data)
     for one in (source, target):
         with suppress(OSError):
@@ -102,7 +114,7 @@ def _relay(source: socket.socket, target: socket.socket, seconds: float) -> None
 def tiers(wanted: list[str]) -> Iterator[dict[str, dict[str, Any]]]:
     """The settings of an engine for each tier, whose servers run."""
     found: dict[str, dict[str, Any]] = {"memory": {}}
-    names = ["memory", "disk", "redis", "mooncake", *(f"s3 +{latency} ms" for latency in LATENCIES)]
+    names = ["memory", "disk", "redis", "mooncake", *S3]
     wanted = [name for name in names if not wanted or name.partition(" ")[0] in wanted]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmc-pool-")))
@@ -115,17 +127,15 @@ def tiers(wanted: list[str]) -> Iterator[dict[str, dict[str, Any]]]:
             from mooncake_servers import mooncake_store
 
             port = stack.enter_context(mooncake_store(POOL)).port
-            found["mooncake"] = {"remote_url": f"mooncake://127.0.0.1:{port}/pool"}
-        of_s3 = [name for name in wanted if name.startswith("s3")]
-        if of_s3:
-            from s3_servers import BUCKET, s3_server
+            found["mooncake"] = {"remote_url": f"mooncake://127.0.0.1:{port}?protocol=tcp"}
+        if not S3.keys().isdisjoint(wanted):
+            from s3_servers import BUCKET, ENVIRONMENT, s3_server
 
+            os.environ.update(ENVIRONMENT)
             port = stack.enter_context(s3_server(str(ROOT / ".venv/bin/python")))
-            for name in of_s3:
-                latency = int(name.split("+")[1].split()[0]) / 1000
-                at = late(port, latency) if latency else port
-                url = f"s3://{BUCKET}/{name[4:].replace(' ', '')}?endpoint=http://127.0.0.1:{at}"
-                found[name] = {"remote_url": url}
+            for number, (name, slow) in enumerate(S3.items()):
+                endpoint = f"http://127.0.0.1:{slower(port, *slow) if any(slow) else port}"
+                found[name] = {"remote_url": f"s3://{BUCKET}/pool{number}?endpoint={endpoint}"}
         yield {name: found[name] for name in wanted}
 
 

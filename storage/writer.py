@@ -12,7 +12,7 @@ lookups do not find it.
 
 import logging
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -79,19 +79,26 @@ class Writer:
         """
         self._state.wait_until_flushed()
         self._copies.shutdown()
-        resident, writes = self._state.resident(), []
+        resident, writes, late = self._state.resident(), list[Future[None]](), Counter[str]()
         for tier in self._tiers:
             keys = [key for key in resident if not tier.shared or key in self._state.queues.missed[tier.name]]
             there = self._guard(tier, "lookup", tier.contains, keys) if keys else None
             for key, present in zip(keys, there or [False] * len(keys), strict=True):
                 if not present:
-                    writes.append(self._submit(tier, key, self._write_last, tier, resident[key]))
+                    try:
+                        writes.append(self._submit(tier, key, self._write_last, tier, resident[key]))
+                    except RuntimeError:  # Python stops thread pools before it calls exit handlers.
+                        late[tier.name] += 1
         for write in writes:
             write.result()
+        for name, count in late.items():
+            text = "%d chunks were not written to tier %s: shut the engine down before its process exits"
+            log.warning(text, count, name)
         self._closed.set()
         if self._retrying is not None:
             self._retrying.join()
-        self._delete_again()
+        with suppress(RuntimeError):  # for the same reason
+            self._delete_again()
         for tier in self._tiers:
             if count := len(self._undeleted[tier.name]):
                 log.warning("%d records could not be deleted from tier %s: remove them again later", count, tier.name)

@@ -4,6 +4,8 @@ import logging
 import os
 import resource
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -1313,3 +1315,39 @@ def test_a_disk_with_fewer_bytes_than_its_records_take_is_reported(make, tmp_pat
     size, disk.bytes = disk.bytes, 0
     assert store.check_integrity() == [f"disk: the records take {size} bytes, counted as 0"]
     disk.bytes = size
+
+
+CLOSES_AT_EXIT = """
+import atexit
+from storage_fakes import PART_BYTES, PARTS, DictTier, key_of, put, state_of
+from lmc.storage.memory.slab import Slab
+from lmc.storage.store import Store
+
+class Away(DictTier):
+    away = True
+
+    def write(self, meta, parts):
+        if self.away:
+            raise OSError("away")
+        return super().write(meta, parts)
+
+tier = Away()
+store = Store(Slab(4, PARTS, PART_BYTES), [tier])
+for number in range(2):
+    put(store, key_of(number))
+store.flush()
+tier.away = False
+atexit.register(lambda: print("held", store.held()))
+atexit.register(store.close)
+"""
+
+
+def test_a_store_that_is_closed_when_its_process_exits_says_what_it_could_not_write():
+    """As in a program that uses vLLM in its own process and ends. Python has stopped thread pools by then."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", CLOSES_AT_EXIT]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    text = "2 chunks were not written to tier dict: shut the engine down before its process exits"
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == "held 0\n"
