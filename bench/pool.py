@@ -90,14 +90,14 @@ def _in_background(work: Callable[..., None], *given: Any) -> None:
     threading.Thread(target=work, args=given, daemon=True).start()
 
 
-PACE = threading.Lock()  # All connections together have the rate.
+PACE, SHARED = threading.Lock(), 64 << 10  # All connections together have the rate, and take turns with these bytes.
 
 
 def _relay(source: socket.socket, target: socket.socket, latency: float, rate: float) -> None:
     """Pass bytes on. What comes after a pause is a new request, and waits."""
     with suppress(OSError):
         last = 0.0
-        while data := source.recv(MIB):
+        while data := source.recv(SHARED if rate else MIB):
             if latency and time.monotonic() - last > latency:
                 time.sleep(latency)
             last = time.monotonic()

@@ -7,7 +7,7 @@ their prefills, and ask the model before they load.
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,10 +15,13 @@ from enum import Enum
 ENOUGH = 3  # An estimate needs at least this many observations.
 FADE = 0.7  # Each new observation multiplies the weight of the older ones by this.
 LEAST_TOKENS = 32  # Shorter prefills are not measured: they are mostly fixed cost, and say little about a token.
-# A load is skipped if it is expected to take more than this many times as long as computing. The factor is above 1
-# because the estimates are rough, and because a load also leaves the chunk in memory for the next request.
-CLEARLY = 1.5
-TRIAL_CHOICES = 8  # A tier is tried again after this number of choices against it in a row (and `TRIAL_SECONDS`).
+# A load is skipped if it is expected to take longer than computing. With fewer observations of a tier than `ENOUGH`,
+# the estimate is a guess, and it must be this many times as long.
+GUESSED = 1.5
+# A tier is tried again after this number of choices against it in a row. Each trial that is slow doubles the number, up
+# to the maximum.
+TRIAL_CHOICES = 8
+MAX_TRIAL_CHOICES = 256
 TRIAL_SECONDS = 10.0  # A tier is tried again at the earliest this long after the first choice against it.
 # A blend that is expected to be slower than prefill is tried again after this number of choices against it. Each trial
 # doubles the number, up to the maximum; a trial that is faster than prefill resets it.
@@ -133,6 +136,20 @@ class Rate:
         """The lower of the estimate and the newest observation, or None before there are enough observations."""
         return None if self.value is None else min(self.value, self.newest)
 
+    @property
+    def guess(self) -> float | None:
+        """The optimistic estimate; before there are enough observations, the lowest of them, or None without any."""
+        return self.optimistic or min((seconds / units for seconds, units in self._last), default=None)
+
+
+@dataclass(slots=True)
+class _PassedOver:
+    """Choices against a tier in a row."""
+
+    since: float  # the time of the first one
+    limit: int  # number of choices before a trial
+    times: int = 0
+
 
 class CostModel:
     """Estimates for the tiers of one store and the model whose chunks it holds. Any thread may call any method."""
@@ -142,7 +159,7 @@ class CostModel:
         self._opening: defaultdict[str, Rate] = defaultdict(Rate)  # by tier, seconds per record
         self._reading: defaultdict[str, Rate] = defaultdict(Rate)  # by tier, seconds per byte
         self._computing: defaultdict[int, Rate] = defaultdict(Rate)  # by bit length of the prompt's length, per token
-        self._passed_over: dict[str, tuple[float, int]] = {}  # by tier: first time, and number of times in a row
+        self._passed_over: dict[str, _PassedOver] = {}  # by tier
         self._blending: defaultdict[tuple[int, int], Rate] = defaultdict(Rate)  # by `BlendOffer.size`, per row
         self._not_blended: dict[tuple[int, int], tuple[int, int]] = {}  # by size: choices against it, limit for a trial
         self._trials: set[tuple[int, int]] = set()  # sizes whose next blend is a trial
@@ -263,8 +280,7 @@ class CostModel:
     def choose(self, offer: Offer, policy: LoadPolicy) -> Choice:
         """Decide whether a request loads the offered records.
 
-        A request loads unless computing is expected to be clearly faster. It also loads while either estimate is
-        missing.
+        A request loads unless computing is expected to be faster. It also loads while either estimate is missing.
 
         The estimate of loading is a fixed time per record plus a time per byte, summed over all tiers. A blend also
         computes while it loads; the estimate ignores that. The estimate of computing is the number of tokens that
@@ -273,25 +289,36 @@ class CostModel:
         prompt, so the pace of a shorter prompt makes computing look too cheap. That error corrects itself: the tokens
         are computed, and measured at the right length. An error in the other direction would never be noticed.
 
-        A tier that was passed over for a while is tried again, in case it has become faster.
+        A tier that was passed over for a while is tried again, in case it has become faster, and less and less often.
         """
         if policy is LoadPolicy.ALWAYS:
             return Choice(load=True)
         with self._mutex:
             tiers = {tier for tier, _ in offer.records}
             loading, computing = self._loading(offer.records), self._computing_of(offer)
-            slower = loading is not None and computing is not None and loading > CLEARLY * computing
-            load = not slower or any(map(self._due, tiers))
-            for tier in tiers:
-                since, times = self._passed_over.pop(tier, (self.clock(), 0))
-                if not load:
-                    self._passed_over[tier] = since, times + 1
-            return Choice(load=load, loading=loading, computing=computing)
+            margin = 1.0 if all(self._reading[tier].value for tier in tiers) else GUESSED
+            if loading is None or computing is None or loading <= margin * computing:
+                for tier in tiers:
+                    self._passed_over.pop(tier, None)
+                return Choice(load=True, loading=loading, computing=computing)
+            return Choice(load=self._pass_over(tiers), loading=loading, computing=computing)
+
+    def _pass_over(self, tiers: Set[str]) -> bool:
+        """Count a choice against some tiers. Returns whether they are tried anyway."""
+        now = self.clock()
+        counts = [self._passed_over.setdefault(tier, _PassedOver(now, TRIAL_CHOICES)) for tier in tiers]
+        due = any(one.times >= one.limit and now - one.since >= TRIAL_SECONDS for one in counts)
+        for tier, one in zip(tiers, counts, strict=True):
+            if due:
+                self._passed_over[tier] = _PassedOver(now, min(2 * one.limit, MAX_TRIAL_CHOICES))
+            else:
+                one.times += 1
+        return due
 
     def _loading(self, records: Sequence[tuple[str, int]]) -> float | None:
         seconds = 0.0
         for tier, size in records:
-            record, byte = self._opening[tier].optimistic, self._reading[tier].optimistic
+            record, byte = self._opening[tier].guess, self._reading[tier].guess
             if record is None or byte is None:
                 return None
             seconds += record + byte * size
@@ -303,10 +330,6 @@ class CostModel:
         if not paces:
             return None
         return offer.saved * paces[max((bits for bits in paces if bits <= length), default=min(paces))]
-
-    def _due(self, tier: str) -> bool:
-        since, times = self._passed_over.get(tier, (0.0, 0))
-        return times >= TRIAL_CHOICES and self.clock() - since >= TRIAL_SECONDS
 
 
 class LoadTiming:

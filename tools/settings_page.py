@@ -30,7 +30,7 @@ PURPOSES: dict[str, dict[str, str]] = {
     "Saving and loading": {
         "chunk_size": "Tokens of a chunk; a multiple of vLLM's block size.",
         "save_decode_cache": "Whether the KV of generated tokens is stored.",
-        "load_policy": "`auto` computes what is clearly faster to compute (1.5 times) and skips slow blends; "
+        "load_policy": "`auto` computes what is faster to compute than to load, and skips slow blends; "
         "`always` loads and blends whatever is stored.",
         "load_deadline": "Seconds without progress after which vLLM computes what was to be loaded.",
     },
