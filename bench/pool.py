@@ -1,4 +1,4 @@
-"""TTFT inside vLLM with KV that comes from each tier, beside full prefill by vLLM without lmc. One thread, float32.
+"""TTFT inside vLLM with KV that comes from each tier, and that of full prefill without lmc. One thread, float32.
 
     python bench/pool.py [--model smollm2] [--rounds 4] [--only disk --only redis] [--load-policy auto] [--keep]
 
