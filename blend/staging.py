@@ -1,4 +1,4 @@
-"""Copies the stored parts of the next two layers to the GPU while the model computes a layer."""
+"""Copies the stored parts of the next layers to the GPU while the model computes a layer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

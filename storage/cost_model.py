@@ -144,11 +144,19 @@ class Rate:
 
 @dataclass(slots=True)
 class _PassedOver:
-    """Choices against a tier in a row."""
+    """Choices against a tier, or against blends of a size, in a row."""
 
     since: float  # the time of the first one
     limit: int  # number of choices before a trial
     times: int = 0
+
+    def is_due(self, now: float, seconds: float = 0.0) -> bool:
+        """Return whether a trial is due: after enough choices, and `seconds` after the first one."""
+        return self.times >= self.limit and now - self.since >= seconds
+
+    def is_tried(self, now: float, most: int) -> None:
+        """Begin to count again after a trial. The next one comes after twice as many choices, `most` at most."""
+        self.since, self.limit, self.times = now, min(2 * self.limit, most), 0
 
 
 class CostModel:
@@ -161,7 +169,7 @@ class CostModel:
         self._computing: defaultdict[int, Rate] = defaultdict(Rate)  # by bit length of the prompt's length, per token
         self._passed_over: dict[str, _PassedOver] = {}  # by tier
         self._blending: defaultdict[tuple[int, int], Rate] = defaultdict(Rate)  # by `BlendOffer.size`, per row
-        self._not_blended: dict[tuple[int, int], tuple[int, int]] = {}  # by size: choices against it, limit for a trial
+        self._not_blended: dict[tuple[int, int], _PassedOver] = {}  # by size
         self._trials: set[tuple[int, int]] = set()  # sizes whose next blend is a trial
         self._surveys: dict[tuple[object, ...], int] = {}  # number of choices before a prefill or a blend was measured
         self._mutex = threading.Lock()
@@ -265,11 +273,14 @@ class CostModel:
 
     def _is_trial(self, size: tuple[int, int]) -> bool:
         """Count a choice against blends of this size. Returns whether a blend is made anyway, as a trial."""
-        count, limit = self._not_blended.get(size, (0, BLEND_TRIAL_CHOICES))
-        due = count >= limit
+        now = self.clock()
+        passed_over = self._not_blended.setdefault(size, _PassedOver(now, BLEND_TRIAL_CHOICES))
+        due = passed_over.is_due(now)
         if due:
             self._trials.add(size)
-        self._not_blended[size] = (0, min(2 * limit, MAX_BLEND_TRIAL_CHOICES)) if due else (count + 1, limit)
+            passed_over.is_tried(now, MAX_BLEND_TRIAL_CHOICES)
+        else:
+            passed_over.times += 1
         return due
 
     def _is_survey(self, what: tuple[object, ...]) -> bool:
@@ -297,22 +308,24 @@ class CostModel:
             tiers = {tier for tier, _ in offer.records}
             loading, computing = self._loading(offer.records), self._computing_of(offer)
             margin = 1.0 if all(self._reading[tier].value for tier in tiers) else GUESSED
-            if loading is None or computing is None or loading <= margin * computing:
+            load = loading is None or computing is None or loading <= margin * computing
+            if load:
                 for tier in tiers:
                     self._passed_over.pop(tier, None)
-                return Choice(load=True, loading=loading, computing=computing)
-            return Choice(load=self._pass_over(tiers), loading=loading, computing=computing)
+            else:
+                load = self._is_tried_again(tiers)
+            return Choice(load=load, loading=loading, computing=computing)
 
-    def _pass_over(self, tiers: Set[str]) -> bool:
-        """Count a choice against some tiers. Returns whether they are tried anyway."""
+    def _is_tried_again(self, tiers: Set[str]) -> bool:
+        """Count a choice against tiers. Returns whether they are tried anyway."""
         now = self.clock()
         counts = [self._passed_over.setdefault(tier, _PassedOver(now, TRIAL_CHOICES)) for tier in tiers]
-        due = any(one.times >= one.limit and now - one.since >= TRIAL_SECONDS for one in counts)
-        for tier, one in zip(tiers, counts, strict=True):
+        due = any(passed_over.is_due(now, TRIAL_SECONDS) for passed_over in counts)
+        for passed_over in counts:
             if due:
-                self._passed_over[tier] = _PassedOver(now, min(2 * one.limit, MAX_TRIAL_CHOICES))
+                passed_over.is_tried(now, MAX_TRIAL_CHOICES)
             else:
-                one.times += 1
+                passed_over.times += 1
         return due
 
     def _loading(self, records: Sequence[tuple[str, int]]) -> float | None:

@@ -131,12 +131,13 @@ def resources(kernel: Any, folder: Path) -> tuple[dict[str, int], str]:
     return found | {"SHARED": kernel.metadata.shared}, code  # which is asked for at each launch
 
 
-def spilled(case: Case, registers: int) -> int:
-    """How many bytes a thread may spill.
+def spilled(case: Case) -> int:
+    """How many bytes a thread may spill."""
+    return 128 if case.dtype == "fp32" and case.constants["WIDE"] > 128 else 0
 
-    Below 255 registers, the assembler puts a number or two aside by itself, so that more programs run at once.
-    """
-    return 128 if case.dtype == "fp32" and case.constants["WIDE"] > 128 else 16 if registers < 255 else 0
+
+# Programs of which one Triton spills 8 bytes: 3.8 the first, 3.9 the second.
+SPILLED_ONCE = {(90, "_paid-shared-bf16-128-7-in one block"), (80, "_attend-16-16-whole-alone-chunk-bf16-512-8")}
 
 
 # kernel, constants, variants, most registers, whether it computes products on tensor cores
@@ -243,7 +244,7 @@ def test_it_compiles_without_spills(name: str, capability: int, tmp_path: Path) 
     """Heads of 256 numbers of 4 bytes are an exception: no size of a program has room for three parts of them."""
     case = CASES[capability, name]
     found, code = resources(compiled(case, capability), tmp_path)
-    assert found["STACK"] <= spilled(case, found["REG"])
+    assert found["STACK"] <= (8 if (capability, name) in SPILLED_ONCE else spilled(case))
     assert found["REG"] <= case.registers
     assert found["SHARED"] <= SHARED[capability]
     if case.products and case.dtype != "fp32":

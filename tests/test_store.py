@@ -1319,24 +1319,17 @@ def test_a_disk_with_fewer_bytes_than_its_records_take_is_reported(make, tmp_pat
 
 CLOSES_AT_EXIT = """
 import atexit
-from storage_fakes import PART_BYTES, PARTS, DictTier, key_of, put, state_of
+from storage_fakes import PART_BYTES, PARTS, DictTier, key_of, put
+from tier_wrappers import Faulty
 from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
 
-class Away(DictTier):
-    away = True
-
-    def write(self, meta, parts):
-        if self.away:
-            raise OSError("away")
-        return super().write(meta, parts)
-
-tier = Away()
-store = Store(Slab(4, PARTS, PART_BYTES), [tier])
+errors = {"write": OSError("away")}
+store = Store(Slab(4, PARTS, PART_BYTES), [Faulty(DictTier(), lambda verb, key: errors.get(verb))])
 for number in range(2):
     put(store, key_of(number))
 store.flush()
-tier.away = False
+errors.clear()
 atexit.register(lambda: print("held", store.held()))
 atexit.register(store.close)
 """

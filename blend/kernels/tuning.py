@@ -80,7 +80,7 @@ AMPERE = Tuning(
         "scores": Tile(64, 64, 4),
         "scores, heads of 256": Tile(64, 16, 4),
         "scores, wider heads": Tile(16, 32, 8),
-        "scores, float32": Tile(16, 32, 8, stages=1),  # With more stages, it spills registers in Triton 3.8.
+        "scores, float32": Tile(16, 32, 4, stages=1),  # With more warps or stages, it spills registers in Triton 3.8.
         "scores, float32, heads of 256": Tile(16, 32, 8, stages=2),  # for the shared memory of GPUs of 8.6
     },
 )

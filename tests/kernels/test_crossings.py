@@ -33,7 +33,7 @@ class Noted:
 
 
 def too_early(monkeypatch, slices: int | None, *, loads: bool = True) -> list[str]:
-    """What is found when prompts are blended, or blends are aborted after so many slices.
+    """What is found when prompts are blended, or blends are aborted after some slices.
 
     With `loads`, exact pages before the documents are loaded, too.
     """
