@@ -28,9 +28,8 @@ import torch
 from lmc.blend.canvas import Attention, Canvas, R, only_writes, positions_of
 from lmc.blend.layer_attention import score_weights
 from lmc.blend.segments import Placement
-from lmc.blend.shift import Shift, shifts_of
+from lmc.blend.shift import Shift, numbered, shifts_of
 from lmc.blend.strategies import CHECK_LAYER, NEEDS_QUESTION, STRATEGIES, Evidence, RecomputePolicy, budget
-from lmc.copies import sent
 
 SCORING_ROWS = 64  # last tokens of the question that score the documents; more rows cost time and change little
 # Last tokens of the question that run in the first pass, so that the scoring tokens attend to them. The tokens before
@@ -96,8 +95,8 @@ class Blender(Generic[R]):
         self._is_reused = torch.zeros_like(self._present)
         self._is_reused[self._reused] = True
         self._fresh = (~self._present).nonzero().flatten()
+        self._documents = self._reused[:0]  # see `numbered`
         self._placed = 0  # number of layers whose stored parts have been placed
-        self._weights = sent(torch.tensor(score_weights(canvas.attentions))[:, None], canvas.device)  # [L, 1]
         reused, fresh, depth = self._reused, len(self._fresh), canvas.depth
         repaired = [reused[:0]] * depth
         self.result = BlendResult(reused=len(reused), fresh=fresh, computed=[0] * depth, repaired=repaired)
@@ -109,15 +108,18 @@ class Blender(Generic[R]):
             yield from self._pass(fresh)
         elif strategy in NEEDS_QUESTION:
             paid = torch.zeros(self._canvas.depth, self._given.length, device=self._canvas.device)
+            weights = self._canvas.uploads.add(torch.tensor(score_weights(self._canvas.attentions))[:, None])  # [L, 1]
             yield from self._ask(paid)
+            self._number_documents()  # A GPU is still busy with the first pass.
             joined = self._canvas.largest if NEEDS_QUESTION[strategy] == "max" else self._canvas.summed
-            scores = self._on_host((self._weights * joined(paid)).sum(0))
+            scores = self._on_host((weights * joined(paid)).sum(0))
             chosen = self._choose(Evidence(offset=self._offset, attention=scores[self._reused]))
             # The first pass has finished the fresh tokens before all reused tokens.
             yield from self._pass(_merged(fresh[fresh > self._reused[0]], chosen))
         elif strategy == "deviation":
             yield from self._pass(_merged(fresh, self._reused), check=CHECK_LAYER)
         else:
+            self._number_documents()
             yield from self._pass(_merged(fresh, self._choose(Evidence(offset=self._offset))))
 
     def run(self) -> BlendResult:
@@ -135,7 +137,10 @@ class Blender(Generic[R]):
         # Stored parts arrive layer by layer. While some must still be placed, run layer by layer, too.
         through = canvas.compiled and check is None and (self._placed == canvas.depth or not self._given.placements)
         rows = canvas.begin(positions, through=through) if len(positions) else None
-        shifts = self._shifts(rows) if check is None else []  # `deviation` stays as published, without a correction.
+        shifts = self._shifts(rows)
+        canvas.uploads.send()
+        for shift in shifts:
+            shift.begin()
         if through and rows is not None:
             yield from self._pass_through(rows, shifts, repaired)
             return
@@ -165,12 +170,17 @@ class Blender(Generic[R]):
             self._canvas.run_through(rows, batch, shift.attention if shift else lambda layer: None)
             yield Slice(depth - 1, cost, coming)
 
+    def _number_documents(self) -> None:
+        """Prepare the shift, unless the policy has none."""
+        if self._policy.correction != "none":
+            self._documents = numbered(self._offset, self._reused)
+
     def _shifts(self, rows: R | None) -> list[Shift]:
         """Return the shift of the tokens that are not recomputed, for each batch of rows."""
-        if rows is None or not len(self._reused) or self._policy.correction == "none":
+        if rows is None or not len(self._documents):
             return []
         batches = [self._repaired(rows.positions[batch]) for batch in self._canvas.batches(rows)]
-        return list(shifts_of(self._canvas, self._offset, self._reused, batches))
+        return list(shifts_of(self._canvas, self._documents, batches))
 
     def _ask(self, paid: torch.Tensor) -> Iterator[Slice]:
         """Run the question over the stored KV, and write its attention to each token into `paid [L, N]`.
@@ -183,6 +193,7 @@ class Blender(Generic[R]):
         positions = self._fresh[(self._fresh < self._reused[0]) | (self._fresh >= question)]
         rows = self._canvas.begin(positions)
         probes = self._probes(positions, int((positions < question).sum()), self._canvas.batches(rows))
+        self._canvas.uploads.send()
         for layer in range(self._canvas.depth):
             yield from self._place(layer)
             self._charge(layer, len(positions), self._reused[:0])
@@ -192,12 +203,12 @@ class Blender(Generic[R]):
 
     def _probes(self, positions: torch.Tensor, question: int, batches: Sequence[slice]) -> list["_Probe"]:
         """Return the keys that each batch of the first pass sees. The question begins at row `question`."""
-        present, device = self._present.clone(), self._canvas.device
+        present = self._present.clone()
         present[positions] = True
         absent, scoring = (~present).nonzero().flatten(), max(question, len(positions) - SCORING_ROWS)
         stops = [int(positions[batch.stop - 1]) + 1 for batch in batches]
         counts = torch.searchsorted(absent, torch.tensor(stops)).tolist()
-        at, seen, hidden = (sent(one, device) for one in (positions, present, absent))
+        at, seen, hidden = map(self._canvas.uploads.add, (positions, present, absent))
         return [
             _Probe(batch, at[batch], max(scoring - batch.start, 0), hidden[:count], seen[:stop])
             for batch, stop, count in zip(batches, stops, counts, strict=True)
@@ -250,6 +261,7 @@ class Blender(Generic[R]):
     def _check(self, layer: int, rows: R) -> Generator[Slice, None, R]:
         """Compute the check layer. Keeps the fresh keys and values of all rows, and returns the rows that go on."""
         slots = self._canvas.slots(self._reused)[layer]
+        self._canvas.uploads.send()
         stored = self._canvas.read(layer, slots)[0]
         for batch in self._canvas.batches(rows):
             self._canvas.run(layer, rows, batch, only_writes)

@@ -14,7 +14,7 @@ import torch
 from lmc.blend.kernels.operations import Kernels
 from lmc.blend.layer_attention import LayerAttention
 from lmc.blend.segments import Placement
-from lmc.copies import sent
+from lmc.copies import Uploads
 
 KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer
 
@@ -100,6 +100,7 @@ class Canvas(Protocol[R]):
     dtype: torch.dtype  # of stored keys and values, which an engine may have quantised
     call_cost: int = 0  # launch time of one call of a layer, as the number of rows that take as long to compute
     compiled: bool = False  # whether `run_through` calls a model that the engine has compiled as a whole
+    uploads: Uploads  # of positions and slots to the device; rows and slots can be used after `uploads.send()`
 
     def arrived(self, layer: int) -> bool:
         """Return whether the stored parts of a layer can be placed now. Raises `ChunkLost` if they never can."""
@@ -141,7 +142,7 @@ class Canvas(Protocol[R]):
 
     def slots(self, positions: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the slots `[T]` of the keys and values at `positions [T]`, by layer, on the device."""
-        return [sent(positions, self.device)] * self.depth
+        return [self.uploads.add(positions)] * self.depth
 
     def read(self, layer: int, slots: torch.Tensor) -> KV:
         """Return copies of the keys and values `[T, H, D]` at `slots [T]`."""

@@ -130,6 +130,7 @@ def _attend_long(canvas: Canvas[R], layer: int) -> None:
             kernels.attend(*inputs(count, LONG), torch.ones(LONG, dtype=torch.bool, device=device))
 
     rows = canvas.begin(torch.arange(1))
+    canvas.uploads.send()
     canvas.run(layer, rows, canvas.batches(rows)[0], attention)
 
 
@@ -156,11 +157,11 @@ def _recomputed(canvas: Canvas[R], exact: Sequence[KV], *, through: bool = False
     ends = [at for at in range(length) if at < PROMPT_TOKENS // 2 or at >= length - PROMPT_TOKENS]
     positions = [at for at in ends if at % 11 in (1, 4, 5, 7, 8, 9) or at == length - 1]
     scattered = torch.tensor(positions)
-    overwritten = canvas.slots(scattered)
+    overwritten, rows = canvas.slots(scattered), canvas.begin(scattered, through=through)
+    canvas.uploads.send()
     for layer, (keys, values) in enumerate(exact):
         canvas.write(layer, everything[layer], keys, values)
         canvas.write(layer, overwritten[layer], -2 * keys.flip(0)[scattered], -2 * values.flip(0)[scattered])
-    rows = canvas.begin(scattered, through=through)
     for batch in canvas.batches(rows) if through else ():
         canvas.run_through(rows, batch, lambda layer: None)
     for layer in range(0 if through else canvas.depth):
@@ -171,10 +172,12 @@ def _recomputed(canvas: Canvas[R], exact: Sequence[KV], *, through: bool = False
 
 def _rotated(moved: Canvas[R], exact: Sequence[KV]) -> float:
     """Compare the keys of a moved document in layer 0, where they depend only on token and position."""
-    moved.place(0)
     length = len(exact[0][0])
     document = torch.arange(length - DOCUMENT_TOKENS, length)
-    return difference(moved.read(0, moved.slots(document)[0])[0], exact[0][0][document])
+    slots = moved.slots(document)[0]
+    moved.uploads.send()
+    moved.place(0)
+    return difference(moved.read(0, slots)[0], exact[0][0][document])
 
 
 def _turned(attentions: Sequence[LayerAttention], repeated: Sequence[KV]) -> float:

@@ -18,7 +18,6 @@ import torch
 from lmc.blend.canvas import KV, Attention, Canvas, Own
 from lmc.blend.kernels.shift import MOST_EXAMPLES, Spans
 from lmc.blend.layer_attention import turns_of
-from lmc.copies import sent
 
 SINKS = 2  # Tokens computed at this many first positions are attention sinks, which change differently.
 
@@ -27,7 +26,7 @@ class Shift:
     """The shift of the documents with recomputed tokens in the same batch of rows."""
 
     def __init__(self, canvas: Canvas[Any], document: torch.Tensor, repaired: torch.Tensor) -> None:
-        """Prepare the shift of the documents with tokens among `repaired`.
+        """Prepare the shift of the documents with tokens among `repaired`. Call `begin` when the numbers are sent.
 
         `document [N]` has the document number of each approximate token, in ascending order, and -1 for other tokens.
         `repaired [T]` are the ascending positions of recomputed tokens. Both are on the host.
@@ -35,19 +34,22 @@ class Shift:
         self._canvas, repaired = canvas, repaired[document[repaired] >= 0]
         numbers, counts = torch.unique_consecutive(document[repaired], return_counts=True)
         chosen = [group[:: -(-len(group) // MOST_EXAMPLES)] for group in repaired.split(counts.tolist())]
-        is_other = torch.isin(document, numbers).index_fill_(0, repaired, False)
+        is_other = _are_among(document, numbers).index_fill_(0, repaired, False)
         others, examples = is_other.nonzero().flatten(), torch.cat([repaired[:0], *chosen])
         tokens = torch.bincount(document[others], minlength=int(document.max()) + 1)[numbers].tolist()
-        self._spans = Spans.of(tokens, [len(group) for group in chosen], canvas.device)
+        self._spans = Spans.of(tokens, [len(group) for group in chosen], canvas.uploads)
         self._examples, self._others = canvas.slots(examples), canvas.slots(others)
         self._weights: torch.Tensor | None = None  # [T, MOST_EXAMPLES], computed in the first layer
-        # By layer, the rotations of keys to position 0, and from there to their positions.
-        examples, others = (sent(positions, canvas.device) for positions in (examples, others))
-        self._examples_back = turns_of(canvas.attentions, examples, torch.zeros_like(examples))
-        self._others_back = turns_of(canvas.attentions, others, torch.zeros_like(others))
-        self._others_forth = turns_of(canvas.attentions, torch.zeros_like(others), others)
+        self._positions = canvas.uploads.add(examples), canvas.uploads.add(others)
         # The cost in one layer, as the number of rows that take as long to compute.
         self.cost = canvas.context_cost(len(others))
+
+    def begin(self) -> None:
+        """Compute, by layer, the rotations of keys to position 0, and from there to their positions."""
+        attentions, (examples, others) = self._canvas.attentions, self._positions
+        self._examples_back = turns_of(attentions, examples, torch.zeros_like(examples))
+        self._others_back = turns_of(attentions, others, torch.zeros_like(others))
+        self._others_forth = turns_of(attentions, torch.zeros_like(others), others)
 
     def attention(self, layer: int) -> Attention | None:
         """Return the engine's own attention over the shifted tokens, for a layer that is not recomputed yet.
@@ -75,18 +77,33 @@ class Shift:
         kernels.correct(canvas, layer, others, self._weights, changes, self._spans, self._others_forth[layer])
 
 
-def shifts_of(
-    canvas: Canvas[Any], offset: torch.Tensor, reused: torch.Tensor, batches: Sequence[torch.Tensor]
-) -> Iterator[Shift]:
+def shifts_of(canvas: Canvas[Any], document: torch.Tensor, batches: Sequence[torch.Tensor]) -> Iterator[Shift]:
     """Yield the shift to apply after each batch of recomputed positions.
 
+    `document [N]` is that of `numbered`, and is changed. A document is shifted with the first batch that has any of its
+    tokens.
+    """
+    for repaired in batches:
+        yield Shift(canvas, document, repaired)
+        document[_are_among(document, document[repaired])] = -1
+
+
+def numbered(offset: torch.Tensor, reused: torch.Tensor) -> torch.Tensor:
+    """Return the document number of each token of a prompt up to the last approximate one, and -1 for other tokens.
+
     `reused [N]` are the positions of the approximate tokens, at least one. `offset [N]` are their positions in their
-    own documents. A document is shifted with the first batch that has any of its tokens.
+    own documents. Attention sinks, which change differently, have -1, too.
     """
     # Another document may be between two parts of one document.
     _, number = torch.unique_consecutive(reused - offset, return_inverse=True)
     document = reused.new_full((int(reused[-1]) + 1,), -1)
     document[reused] = torch.where(offset >= SINKS, number, -1)
-    for repaired in batches:
-        yield Shift(canvas, document, repaired)
-        document[torch.isin(document, document[repaired])] = -1
+    return document
+
+
+def _are_among(document: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Return whether each of the document numbers `[N]`, which may be -1, is among `numbers [M]` and is not -1."""
+    among = torch.zeros(int(document.max()) + 2, dtype=torch.bool)
+    among[numbers] = True
+    among[-1] = False
+    return among[document]

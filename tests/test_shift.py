@@ -17,12 +17,13 @@ from lmc.blend.layer_attention import LayerAttention
 from lmc.blend.markers import Markers
 from lmc.blend.rope import Rotation, rotate
 from lmc.blend.segments import Placement, join, split
-from lmc.blend.shift import Shift, shifts_of
+from lmc.blend.shift import Shift, numbered, shifts_of
 from lmc.blend.strategies import RecomputePolicy
 from lmc.config.settings import Settings
 from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.hf import forward, prefilled, rows_of
 from lmc.connectors.transformers.layers import DecoderLayers
+from lmc.copies import Uploads
 
 HEADS, DIM, LENGTH = 2, 8, 60
 DOCUMENTS = [random_tokens(20 + 3 * i, i) for i in range(3)]
@@ -41,6 +42,7 @@ class Tensors(Canvas):
     def __init__(self) -> None:
         make = torch.Generator().manual_seed(7)
         self.k, self.v = torch.randn(2, LENGTH, HEADS, DIM, generator=make)
+        self.uploads = Uploads(self.device)
 
     def read(self, layer, positions):
         return self.k[positions], self.v[positions]
@@ -65,7 +67,10 @@ def repair(canvas: Tensors, positions: list[int], seed: int) -> None:
 
 def found_shifts(canvas: Tensors, pieces: list[Placement], batches: list[list[int]]) -> Iterator[Shift]:
     old, new = positions_of(pieces)
-    return shifts_of(canvas, old, new, [torch.tensor(rows, dtype=torch.long) for rows in batches])
+    for found in shifts_of(canvas, numbered(old, new), [torch.tensor(rows, dtype=torch.long) for rows in batches]):
+        canvas.uploads.send()
+        found.begin()
+        yield found
 
 
 def ridge(keys: torch.Tensor, others: torch.Tensor, change: torch.Tensor) -> torch.Tensor:

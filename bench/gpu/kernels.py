@@ -18,6 +18,7 @@ from lmc.blend.kernels.shift import MOST_EXAMPLES, Spans
 from lmc.blend.layer_attention import LayerAttention
 from lmc.blend.rope import Turn
 from lmc.blend.selftest import difference
+from lmc.copies import Uploads
 from lmc.shapes import GIB, MIB
 
 BLEND_LAYERS = 32
@@ -66,6 +67,14 @@ class OneLayer(Canvas[Any]):
         size = self._pages.keys.shape[2]
         for whole, some in zip(self._pages[:2], (keys, values), strict=True):
             whole[slots // size, :, slots % size] = some.to(whole.dtype)
+
+
+def spans_of(sizes: Sizes, examples: int, device: torch.device) -> Spans:
+    """Return the spans of documents, each with this many examples."""
+    uploads, documents = Uploads(device), sizes.documents
+    spans = Spans.of([sizes.tokens - examples] * documents, [examples] * documents, uploads)
+    uploads.send()
+    return spans
 
 
 def pages_of(report: Report, sizes: Sizes, tokens: int, dtype: torch.dtype, *, heads_first: bool = False) -> Paged:
@@ -178,7 +187,7 @@ def corrected(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) ->
     angles = torch.rand(count, sizes.dim // 2, device=report.device)
     turn = Turn(angles.cos(), angles.sin())
     per = min(MOST_EXAMPLES, sizes.tokens // 4)
-    spans = Spans.of([sizes.tokens - per] * sizes.documents, [per] * sizes.documents, report.device)
+    spans = spans_of(sizes, per, report.device)
     examples, others = slots[: per * sizes.documents], slots[per * sizes.documents :]
     weights = torch.rand(len(others), MOST_EXAMPLES, device=report.device) / per
     canvas, wanted = OneLayer(pages), OneLayer(exact(pages))

@@ -23,11 +23,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from gpu.interpreter import allow_new_numpy
-from gpu.kernels import SMOKE, OneLayer, Sizes, pages_of
+from gpu.kernels import SMOKE, OneLayer, Sizes, pages_of, spans_of
 from gpu.report import Report
 from lmc.blend.kernels import attention_triton
 from lmc.blend.kernels.choice import kernels_of
-from lmc.blend.kernels.shift import MOST_EXAMPLES, Spans
+from lmc.blend.kernels.shift import MOST_EXAMPLES
 from lmc.blend.kernels.tuning import Kind, Tile, Tuning, tuning_of
 from lmc.blend.layer_attention import LayerAttention
 from lmc.blend.rope import Turn
@@ -162,7 +162,7 @@ class Sweep:
         )
         half = torch.rand(count, sizes.dim // 2, device=self.device)
         turn = Turn(half.cos(), half.sin())
-        spans = Spans.of([sizes.tokens - per] * sizes.documents, [per] * sizes.documents, self.device)
+        spans = spans_of(sizes, per, self.device)
         examples, others = slots[: per * sizes.documents], slots[per * sizes.documents :]
         weights = torch.rand(len(others), MOST_EXAMPLES, device=self.device) / per
         back, forth = (Turn(turn.cos[: len(some)], turn.sin[: len(some)]) for some in (examples, others))

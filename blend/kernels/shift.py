@@ -5,12 +5,13 @@ Examples are recomputed tokens. Tokens and examples are ordered by document; see
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.functional import normalize
 
 from lmc.blend.canvas import KV, Canvas, R
 from lmc.blend.rope import Turn, rotate
-from lmc.copies import sent
+from lmc.copies import Uploads
 
 MOST_EXAMPLES = 64  # maximum number of examples of a document; more do not predict better
 # The similarity of two tokens is the cosine of their keys, less the document's mean key, plus this constant. With the
@@ -33,15 +34,17 @@ class Spans(NamedTuple):
     tiles: torch.Tensor  # int32 [P, 5]; each row has at most `TILE` tokens of a document, and all of its examples
 
     @classmethod
-    def of(cls, tokens: list[int], examples: list[int], device: torch.device) -> "Spans":
-        """Cut the tokens of each document into tiles."""
-        documents, tiles, token, example = [], [], 0, 0
-        for number, (count, known) in enumerate(zip(tokens, examples, strict=True)):
-            documents.append((token, count, example, known, number))
-            tiles += [(token + at, min(TILE, count - at), example, known, number) for at in range(0, count, TILE)]
-            token, example = token + count, example + known
-        rows = (torch.tensor(one, dtype=torch.int32).view(-1, 5) for one in (documents, tiles))
-        return cls(tokens, examples, *(sent(one, device) for one in rows))
+    def of(cls, tokens: list[int], examples: list[int], uploads: Uploads) -> "Spans":
+        """Cut the tokens of each document into tiles. The tensors have values after `uploads.send()`."""
+        counts, known = np.array(tokens, np.int32), np.array(examples, np.int32)
+        firsts = np.cumsum(counts) - counts, np.cumsum(known) - known
+        documents = np.stack((firsts[0], counts, firsts[1], known, np.arange(len(counts))), axis=1, dtype=np.int32)
+        tiles_of = -(-counts // TILE)
+        tiles = np.repeat(documents, tiles_of, axis=0)
+        begins = TILE * (np.arange(len(tiles)) - np.repeat(np.cumsum(tiles_of) - tiles_of, tiles_of))
+        tiles[:, 0] += begins
+        tiles[:, 1] = np.minimum(tiles[:, 1] - begins, TILE)
+        return cls(tokens, examples, *(uploads.add(torch.from_numpy(rows)) for rows in (documents, tiles)))
 
 
 def rotated(keys: torch.Tensor, turn: Turn) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The dense canvas: a prompt's keys and values as one tensor per layer, and a transformers model's layers over them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import torch
 
@@ -10,10 +10,11 @@ from lmc.blend.canvas import KV, Attention, Canvas, Paged, positions_of, writes_
 from lmc.blend.kernels.choice import kernels_of
 from lmc.blend.layer_attention import LayerAttention, turns_of
 from lmc.blend.measured_rope import Angles
+from lmc.blend.rope import Turn
 from lmc.blend.segments import Placement
 from lmc.blend.staging import Staging
 from lmc.connectors.transformers.layers import DecoderLayers
-from lmc.copies import sent
+from lmc.copies import Uploads
 
 # For each layer in order: its number, and stored keys and values [T, H, D] for each placement.
 Reader = Iterator[tuple[int, Sequence[KV]]]
@@ -25,8 +26,9 @@ class DenseRows:
 
     positions: torch.Tensor  # [T], on the host
     at: torch.Tensor  # [T], the same on the device
-    hidden: torch.Tensor  # [T, E]
-    angles: dict[str, Angles]  # cos and sin of the positions, by kind of layer
+    tokens: torch.Tensor  # [T], on the device
+    hidden: torch.Tensor  # [T, E], empty before layer 0
+    angles: dict[str, Angles] = field(default_factory=dict)  # cos and sin of the positions, by kind of layer
 
 
 class DenseCanvas(Canvas[DenseRows]):
@@ -43,9 +45,9 @@ class DenseCanvas(Canvas[DenseRows]):
         # In its stored form, a document may end at a later position than the prompt.
         ends = [placement.first + placement.tokens for placement in placements]
         self._angles = layers.angles(max([len(tokens), *ends]))
-        old, self._stored = (sent(positions, self.device) for positions in positions_of(placements))
+        self.uploads = Uploads(self.device)
+        self._computed_at, self._stored = map(self.uploads.add, positions_of(placements))
         self.attentions: Sequence[LayerAttention] = layers.attentions(self._angles)
-        self._turns = turns_of(self.attentions, old, self._stored)
         shape, empty = layers.shape, partial(torch.empty, dtype=layers.shape.dtype, device=self.device)
         sizes = [(shape.kv_heads, len(tokens), dim) for dim in shape.dims]
         self.kv: list[KV] = [(empty(sizes[0]), empty(sizes[1])) for _ in range(self.depth)]  # [H, N, D] each
@@ -55,6 +57,11 @@ class DenseCanvas(Canvas[DenseRows]):
         if self.device.type == "cuda" and self.kernels.in_pages and placements:
             shapes, stream = [shape] * self.depth, torch.cuda.Stream(self.device)
             self._staging = Staging(self._stage, shapes, len(self._stored), self.device, stream)
+
+    @cached_property
+    def _turns(self) -> Sequence[Turn]:
+        """By layer, the rotations of stored keys to their positions."""
+        return turns_of(self.attentions, self._computed_at, self._stored)
 
     def place(self, layer: int) -> int:
         """Write a layer's stored keys, rotated, and values to their positions."""
@@ -76,15 +83,16 @@ class DenseCanvas(Canvas[DenseRows]):
         return parts
 
     def begin(self, positions: torch.Tensor, *, through: bool = False) -> DenseRows:
-        """Return the embedded tokens at `positions`."""
-        at, tokens = (sent(one, self.device) for one in (positions, self._tokens[positions]))
-        return DenseRows(positions, at, self._layers.embed(tokens), self._angles_at(at))
+        """Return the tokens at `positions`. They are embedded when they run."""
+        at, tokens = map(self.uploads.add, (positions, self._tokens[positions]))
+        return DenseRows(positions, at, tokens, torch.empty(0, device=self.device))
 
     def keep(self, rows: DenseRows, kept: torch.Tensor) -> DenseRows:
         """Return the `kept` rows. Their projections are computed again when they run."""
-        positions, kept = rows.positions[kept], sent(kept, self.device)
+        positions, kept = rows.positions[kept], self.uploads.add(kept)
+        self.uploads.send()
         at = rows.at[kept]
-        return DenseRows(positions, at, rows.hidden[kept], self._angles_at(at))
+        return DenseRows(positions, at, rows.tokens[kept], rows.hidden[kept], self._angles_at(at))
 
     def _angles_at(self, positions: torch.Tensor) -> dict[str, Angles]:
         return {kind: angles.at(positions) for kind, angles in self._angles.items()}
@@ -115,6 +123,8 @@ class DenseCanvas(Canvas[DenseRows]):
         def attend_last(query: torch.Tensor, *_: object) -> torch.Tensor:
             return kernels.attend(query, self.kv[layer], rows.at[-1:], own_attention)
 
+        if not len(rows.hidden):
+            rows.hidden, rows.angles = self._layers.embed(rows.tokens), self._angles_at(rows.at)
         angles = rows.angles[self._layers.kinds[layer]]
         hidden = self._layers.run(layer, rows.hidden, rows.at, angles, attend)
         if hidden is not None:

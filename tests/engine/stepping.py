@@ -152,8 +152,9 @@ def change_batches(monkeypatch: Any, change: Callable[[Any, Any], None]) -> None
     """Put a fault, by `change`, into what lmc tells the engine's attention of a batch, given the rows' positions."""
     describe = NativeLayers._common
 
-    def changed(self: Any, positions: Any, *where: Any) -> Any:
-        batches = describe(self, positions, *where)
+    def changed(self: Any, positions: Any, at: Any, tables: Any, uploads: Any) -> Any:
+        batches = describe(self, positions, at, tables, uploads)
+        uploads.send()  # A fault may be made of what is on the device.
         for batch in batches:
             change(batch, positions)
         return batches

@@ -168,6 +168,7 @@ def paged(lab, model, given: Case, policy: RecomputePolicy, rows: BatchRows):
 
     canvas = PagedCanvas(layers, job, rows, PartMemory(stored), lambda _: True)
     everything = canvas.slots(torch.arange(length))
+    canvas.uploads.send()
     with torch.inference_mode():
         for layer in range(canvas.depth):  # nothing of the test before may be of use
             empty = torch.full((length, layers.shape.kv_heads, layers.shape.head_dim), 1e3)
@@ -189,6 +190,7 @@ def last_logits(lab, canvas, length: int) -> torch.Tensor:
     """The logits of the last token, by the engine's own layers over what the blend has left."""
     last, nothing = torch.tensor([length - 1]), torch.empty(0, dtype=torch.long)
     rows = canvas.begin(last)
+    canvas.uploads.send()
     for layer in range(canvas.depth):
 
         def attention(query, write, own, layer=layer):

@@ -63,6 +63,7 @@ def batch_bytes(canvas: MetaCanvas) -> int:
     """What a layer takes for a full batch of rows with gaps, as it is measured at the start."""
     with torch.inference_mode(), Peak() as peak:
         rows = canvas.begin(2 * torch.arange(ROWS))
+        canvas.uploads.send()
         for batch in canvas.batches(rows):
             canvas.run(0, rows, batch)
     return peak.bytes

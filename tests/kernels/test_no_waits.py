@@ -35,23 +35,29 @@ class MetaCanvas(DenseCanvas):
         self._planted(self.kv[layer][0])
 
 
-def blended(monkeypatch, strategy: str, planted=lambda keys: None) -> tuple[set[int], int, torch.Tensor]:
-    """Blend with something planted after each layer; return the layers that ran, the number of waits, and logits."""
+def blended(monkeypatch, strategy: str, planted=lambda keys: None) -> tuple[set[int], int, int, torch.Tensor]:
+    """Blend with something planted after each layer.
+
+    Returns the layers that ran, the numbers of waits and of uploads, and logits.
+    """
     kernels_without_values(monkeypatch)
     placements = [Placement(at=at, tokens=SIZE, first=0) for at in AT]
     given = BlendInput(length=LENGTH, stop=LENGTH, question=LENGTH - 6, placements=placements)
     policy = RecomputePolicy(strategy=strategy, ratio=0.3, correction="shift")
     canvas = MetaCanvas(placements, planted)
-    with torch.inference_mode(), NoWaits():
+    with torch.inference_mode(), NoWaits() as watch:
         blender = MetaBlender(canvas, given, policy)
-        return {done.layer for done in blender.slices()}, blender.waits, canvas.logits
+        return {done.layer for done in blender.slices()}, blender.waits, watch.uploads, canvas.logits
 
 
-@pytest.mark.parametrize(("strategy", "waits"), [("union", 1), ("query", 1), ("deviation", 1), ("head", 0)])
-def test_a_blend_waits_for_scores_and_for_nothing_else(monkeypatch, strategy, waits):
-    layers, waited, logits = blended(monkeypatch, strategy)
+@pytest.mark.parametrize(
+    ("strategy", "waits", "uploads"), [("union", 1, 2), ("query", 1, 2), ("deviation", 1, 3), ("head", 0, 1)]
+)
+def test_a_blend_waits_for_scores_and_for_nothing_else(monkeypatch, strategy, waits, uploads):
+    """Each pass begins with one upload. `deviation` has one more to read the stored keys, and one for its choice."""
+    layers, waited, uploaded, logits = blended(monkeypatch, strategy)
     assert layers == set(range(LAYERS))
-    assert waited == waits
+    assert (waited, uploaded) == (waits, uploads)
     assert logits.is_meta
 
 

@@ -7,10 +7,18 @@ from pages import LAYOUTS, TOLERANCE, OneLayer, copied, latent_pages, pages_of
 
 from lmc.blend.kernels import shift, shift_triton
 from lmc.blend.kernels.shift import MOST_EXAMPLES, Spans
+from lmc.copies import Uploads
 
 SHAPES = [(2, 64, 16, 64), (1, 80, 16, 80), (3, 96, 32, 48), (2, 128, 16, 128)]  # H, D, N, R
 LONG = (1, 256, 16, 128)  # which a program corrects fewer tokens of
 TOKENS, EXAMPLES = [40, 3, 0, 70], [9, 1, 4, MOST_EXAMPLES]
+
+
+def spans_of(tokens: list[int], examples: list[int]) -> Spans:
+    uploads = Uploads(torch.device("cpu"))
+    spans = Spans.of(tokens, examples, uploads)
+    uploads.send()
+    return spans
 
 
 def problem(shape, dtype, tokens=TOKENS, examples=EXAMPLES, *, interleaved=False, layout="NHD"):
@@ -45,7 +53,7 @@ def test_changes_and_corrections_are_those_of_torch(shape, dtype, interleaved, l
     assert (found - wanted).abs().max() <= 1e-5
 
     counts = torch.randn(len(others), MOST_EXAMPLES) / MOST_EXAMPLES
-    spans = Spans.of(TOKENS, EXAMPLES, canvas.device)
+    spans = spans_of(TOKENS, EXAMPLES)
     forth, other = canvas.turn(torch.zeros_like(others), others), OneLayer(
         copied(canvas.paged(0)), rotated=shape[3], interleaved=interleaved
     )  # fmt: skip
@@ -74,7 +82,7 @@ def test_values_of_another_dim_are_corrected(rotated, heads):
     )
     assert found.shape == (len(examples), heads * (32 + 80))
     assert (found - wanted).abs().max() <= 1e-5
-    shares, spans = torch.randn(len(others), MOST_EXAMPLES) / MOST_EXAMPLES, Spans.of(TOKENS, EXAMPLES, canvas.device)
+    shares, spans = torch.randn(len(others), MOST_EXAMPLES) / MOST_EXAMPLES, spans_of(TOKENS, EXAMPLES)
     for over, one in ((canvas, shift_triton), (other, shift)):
         one.correct(over, 0, over.slots(others)[0], shares, wanted, spans, forth)
     for a, b in zip(canvas.paged(0)[:2], other.paged(0)[:2], strict=True):
@@ -85,7 +93,7 @@ def weights(kernels, tokens, examples, shape, dtype, *, interleaved, layout="NHD
     """The weights of examples for tokens that stand anywhere."""
     canvas, known, others, (stored, _) = problem(shape, dtype, tokens, examples, interleaved=interleaved, layout=layout)
     turns = tuple(canvas.turn(one, torch.zeros_like(one)) for one in (known, others))
-    spans = Spans.of(tokens, examples, canvas.device)
+    spans = spans_of(tokens, examples)
     return kernels.weights_of(canvas, 0, stored, canvas.slots(others)[0], turns, spans)
 
 

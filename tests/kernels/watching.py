@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lmc.blend.blender import Blender
 from lmc.blend.kernels import attention_triton, place_triton, shift_triton
-from lmc.copies import sent
+from lmc.copies import Uploads, sent
 
 WAITS = {"cpu", "item", "tolist", "__int__", "__bool__", "__float__", "__index__", "nonzero", "unique",
          "unique_consecutive", "isin", "masked_select", "argwhere", "numpy", "bincount"}  # fmt: skip
@@ -153,16 +153,26 @@ class Waited(AssertionError):
 
 
 class NoWaits(TorchFunctionMode):
-    """With a device that has no values: what reads one fails anyway, and so does what would send numbers and wait."""
+    """With a device that has no values: what reads one fails anyway, and so does what would send numbers and wait.
+
+    Uploads are counted.
+    """
+
+    uploads = 0
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         given = tree_leaves((args, kwargs or {}))
         devices = {one.device.type for one in given if isinstance(one, torch.Tensor) and one.dim()}
         to_device = any(isinstance(one, str | torch.device) and torch.device(one).type == "meta" for one in given)
         sends = to_device and function.__name__ in ("tensor", "as_tensor", "to") and "meta" not in devices
-        if len(devices) > 1 or (sends and sys._getframe(1).f_code is not sent.__code__):
+        if (len(devices) > 1 or sends) and not self._uploads(sys._getframe(1).f_code, kwargs or {}):
             raise Waited(function.__name__)
         return function(*args, **(kwargs or {}))
+
+    def _uploads(self, code, kwargs) -> bool:
+        upload = code is sent.__code__ or (code is Uploads.send.__code__ and kwargs.get("non_blocking", False))
+        self.uploads += upload
+        return upload
 
 
 class MetaBlender(Blender):

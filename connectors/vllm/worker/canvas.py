@@ -4,12 +4,14 @@ This module also has two other operations on single tokens: prefill a document a
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from lmc.blend.canvas import KV, Attention, Paged, positions_of
 from lmc.blend.layer_attention import LayerAttention, turns_of
+from lmc.blend.rope import Turn
 from lmc.blend.staging import AHEAD, Staging
 from lmc.connectors.vllm.messages import BlendJob
 from lmc.connectors.vllm.worker.native import NativeLayers, PagedRows, RowBatch
@@ -17,11 +19,13 @@ from lmc.connectors.vllm.worker.paged import TokenAccess
 from lmc.connectors.vllm.worker.stored_parts import PartMemory, StoredParts
 from lmc.connectors.vllm.worker.streams import LayerLoads
 from lmc.connectors.vllm.worker.tensor_parallel import agreed, largest, summed
-from lmc.copies import sent
+from lmc.copies import Uploads
 
 # On a GPU, the kernel launches of a layer that is not compiled take about as long as computing this many rows
 # (`docs/gpu.md`).
 CALL_COST = 512
+# Bytes of the positions and slots that a pass of a blend uploads in one copy.
+UPLOADED, UPLOADED_PER_TOKEN = 1 << 14, 40
 COPY_COST = 32  # number of tokens copied in the time in which one token is computed: about 10 on GPUs, 100 on CPUs
 
 Arrived = Callable[[int], bool]  # see `Canvas.arrived`; the same answer on every rank
@@ -60,17 +64,22 @@ class PagedCanvas:
         self._parts = StoredParts(memory, job.documents, layers.shapes, layers.kernels, layers.device)
         self.call_cost, self.compiled = call_cost(self.device), batch_rows.through > 0
         self._tokens, self._tables = torch.tensor(job.tokens), [torch.tensor(table) for table in job.tables]
+        self.uploads = Uploads(self.device, UPLOADED + UPLOADED_PER_TOKEN * len(job.tokens))
         kernel_tables = [layers.kernel_blocks(table).to(torch.int32) for table in self._tables]
-        self._kernel_tables = [sent(table, self.device) for table in kernel_tables]
+        self._kernel_tables = [self.uploads.add(table) for table in kernel_tables]
         old, new = positions_of(job.documents)
-        self._stored = self.slots(new)
-        self._turns = turns_of(self.attentions, *(sent(positions, self.device) for positions in (old, new)))
+        self._stored, self._positions = self.slots(new), (self.uploads.add(old), self.uploads.add(new))
         self._loads, self._place_cost = loads, len(new) // COPY_COST + 1
         if loads is not None:
             self._place_cost += loads.cost
         self._staging: Staging | None = None
         if stream is not None and self.kernels.in_pages and job.documents:
             self._staging = Staging(self._parts.stage, layers.shapes, len(new), self.device, stream)
+
+    @cached_property
+    def _turns(self) -> Sequence[Turn]:
+        """By layer, the rotations of stored keys to their positions."""
+        return turns_of(self.attentions, *self._positions)
 
     def place(self, layer: int) -> int:
         """Load the exact pages of a layer, and write its stored keys, rotated, and values into the other pages.
@@ -112,7 +121,7 @@ class PagedCanvas:
     def begin(self, positions: torch.Tensor, *, through: bool = False) -> PagedRows:
         """Return rows before layer 0, with the metadata that the attention backend needs."""
         size = self._batch_rows.through if through else self._batch_rows.layer
-        return self._layers.begin(self._tokens, positions, self._tables, size)
+        return self._layers.begin(self._tokens, positions, self._tables, size, self.uploads)
 
     def keep(self, rows: PagedRows, kept: torch.Tensor) -> PagedRows:
         """Return the `kept` rows. Their projections are computed again when they run."""
@@ -132,7 +141,7 @@ class PagedCanvas:
 
     def slots(self, positions: torch.Tensor) -> list[torch.Tensor]:
         """Return slot numbers `[T]` by layer: block × block size + offset."""
-        return self._layers.slots(self._tables, positions)
+        return self._layers.slots(self._tables, positions, self.uploads)
 
     def read(self, layer: int, slots: torch.Tensor) -> KV:
         """Return copies `[T, H, D]` from the pages."""

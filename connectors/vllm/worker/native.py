@@ -26,7 +26,7 @@ from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.model_kinds import groups_of, specs_of
 from lmc.connectors.vllm.worker.layer_calls import Given, TransformersLayers, calls_of, rows_of
 from lmc.connectors.vllm.worker.paged import token_access
-from lmc.copies import sent
+from lmc.copies import Uploads
 from lmc.engine.identity import rope_name
 from lmc.errors import UnsupportedModel
 
@@ -145,9 +145,17 @@ class NativeLayers:
             first.setdefault((kind, *(weight.shape for weight in module.parameters())), layer)
         return list(first.values())
 
-    def slots(self, tables: Sequence[torch.Tensor], positions: torch.Tensor) -> list[torch.Tensor]:
-        """Return the slot numbers of `positions [T]` in a request with these block tables, by layer, on the device."""
-        by_group = [sent(self._slots_in(table, positions), self.device) for table in tables]
+    def slots(
+        self, tables: Sequence[torch.Tensor], positions: torch.Tensor, uploads: Uploads | None = None
+    ) -> list[torch.Tensor]:
+        """Return the slot numbers of `positions [T]` in a request with these block tables, by layer, on the device.
+
+        With `uploads`, they are there when these are sent.
+        """
+        own = uploads or Uploads(self.device)
+        by_group = [own.add(self._slots_in(table, positions)) for table in tables]
+        if own is not uploads:
+            own.send()
         return [by_group[group] for group in self.group_of]
 
     def _slots_in(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -162,22 +170,36 @@ class NativeLayers:
         return torch.flatten(blocks[:, None] * self._ratio + inside)
 
     def begin(
-        self, tokens: torch.Tensor, positions: torch.Tensor, tables: Sequence[torch.Tensor], size: int
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        tables: Sequence[torch.Tensor],
+        size: int,
+        uploads: Uploads | None = None,
     ) -> PagedRows:
-        """Return rows before layer 0, at ascending `positions [T]` of the prompt `tokens`, in batches of `size`."""
-        none, at = torch.empty(0, device=self.device), sent(positions, self.device)
-        batches = self._batches(positions, at, tables, size)
-        return PagedRows(positions, at, sent(tokens[positions], self.device), batches, none, none)
+        """Return rows before layer 0, at ascending `positions [T]` of the prompt `tokens`, in batches of `size`.
+
+        With `uploads`, they can be used when these are sent.
+        """
+        own = uploads or Uploads(self.device)
+        none, at = torch.empty(0, device=self.device), own.add(positions)
+        batches = self._batches(positions, at, tables, size, own)
+        rows = PagedRows(positions, at, own.add(tokens[positions]), batches, none, none)
+        if own is not uploads:
+            own.send()
+        return rows
 
     def keep(self, rows: PagedRows, kept: torch.Tensor, tables: Sequence[torch.Tensor], size: int) -> PagedRows:
         """Return copies of the rows at the ascending indices `kept`, after at least one layer has run."""
-        positions, kept = rows.positions[kept], sent(kept, self.device)
-        at = rows.at[kept]
+        uploads, positions = Uploads(self.device), rows.positions[kept]
+        at, kept = uploads.add(positions), uploads.add(kept)
+        batches = self._batches(positions, at, tables, size, uploads)
+        uploads.send()
         return PagedRows(
             positions,
             at,
             rows.tokens[kept],
-            self._batches(positions, at, tables, size),
+            batches,
             rows.states[kept],
             rows.residual[kept if self._calls.takes_residual else slice(0)],
             [rows_of(given, kept, len(rows.positions)) for given in rows.given],
@@ -401,17 +423,17 @@ class NativeLayers:
         )
 
     def _batches(
-        self, positions: torch.Tensor, at: torch.Tensor, tables: Sequence[torch.Tensor], size: int
+        self, positions: torch.Tensor, at: torch.Tensor, tables: Sequence[torch.Tensor], size: int, uploads: Uploads
     ) -> list[RowBatch]:
         """Split rows into batches, with the metadata that the attention backend needs.
 
-        `at` are the positions on the device.
+        `at` are the positions on the device. The metadata can be used when the `uploads` are sent.
         """
         cut = _cut(positions, size, self.most_runs)
-        return [RowBatch(rows, self._common(positions[rows], at[rows], tables)) for rows in cut]
+        return [RowBatch(rows, self._common(positions[rows], at[rows], tables, uploads)) for rows in cut]
 
     def _common(
-        self, positions: torch.Tensor, at: torch.Tensor, tables: Sequence[torch.Tensor]
+        self, positions: torch.Tensor, at: torch.Tensor, tables: Sequence[torch.Tensor], uploads: Uploads
     ) -> list[vllm_api.CommonAttentionMetadata]:
         """Return the attention metadata of rows at `positions [T]`, by KV cache group.
 
@@ -421,11 +443,13 @@ class NativeLayers:
         starts = edges.to(torch.int32)
         lengths = (positions[edges[1:] - 1] + 1).to(torch.int32)
         runs, longest = len(lengths), int(lengths.max())
-        starts_there, lengths_there = sent(starts, self.device), sent(lengths, self.device)
+        starts_there, lengths_there = uploads.add(starts), uploads.add(lengths)
 
         def of_group(blocks: torch.Tensor) -> vllm_api.CommonAttentionMetadata:
             table = self.kernel_blocks(blocks[: -(-longest // self.block_size)].to(torch.int32))
-            table = sent(table[None], self.device).expand(runs, -1)
+            # lmc's own attention reads one row of the table. Thousands of copies of a long table would take hundreds of
+            # megabytes.
+            table = uploads.add(table.expand(1 if self.kernels.in_pages else runs, -1)).expand(runs, -1)
             return vllm_api.CommonAttentionMetadata(
                 query_start_loc=starts_there,
                 query_start_loc_cpu=starts,
@@ -435,10 +459,8 @@ class NativeLayers:
                 num_actual_tokens=len(positions),
                 max_query_len=int((edges[1:] - edges[:-1]).max()),
                 max_seq_len=longest,
-                # lmc's own attention reads one row of the table. Thousands of copies of a long table would take
-                # hundreds of megabytes.
-                block_table_tensor=table if self.kernels.in_pages else table.contiguous(),
-                slot_mapping=sent(self._slots_in(blocks, positions), self.device),
+                block_table_tensor=table,
+                slot_mapping=uploads.add(self._slots_in(blocks, positions)),
                 positions=at,
                 causal=True,
             )

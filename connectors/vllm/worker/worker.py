@@ -447,15 +447,15 @@ class Worker:
         for copy in job.copies:
             by_group[copy.group].append(copy)
         own = job.copied if isinstance(job, BlendJob) else ()
-        copied = [sent(torch.tensor(blocks), self._device) for blocks in zip(*own, strict=True)]
+        copied = [sent(torch.tensor(own).T.contiguous(), self._device)] if own else []  # sources and targets, [2, B]
 
         def load(layer: int) -> None:
             copies = by_group[self._pages.group_of[layer]]
             parts = self._parts_of([one.slot for one in copies], layer)
             moves = [Move(one.blocks, part, one.first) for one, part in zip(copies, parts, strict=True)]
             self._pages.load_all(layer, moves)
-            if copied:
-                self._pages.duplicate(layer, *copied)
+            for sources, targets in copied:
+                self._pages.duplicate(layer, sources, targets)
 
         most = max([len(own), *(len(_blocks(copies)) for copies in by_group.values())])
         return LayerLoads(load, most * self._block_size // COPY_COST + 1, self._streams, used=copied)
