@@ -18,7 +18,7 @@ from test_vllm_paged import LAYOUTS, B, L, caches_of, part_of
 from lmc import copies as copies_module
 from lmc.connectors.vllm.worker import paged
 from lmc.connectors.vllm.worker.paged import Move, Pages
-from lmc.copies import Copies, can_submit, merged, stretches_of, submit_of
+from lmc.copies import ALIGNED, Copies, Uploads, can_submit, merged, stretches_of, submit_of
 
 
 def execute(copies: Copies) -> None:
@@ -247,3 +247,42 @@ def test_a_driver_without_the_call_is_no_error(monkeypatch):
     monkeypatch.setattr(copies_module.ctypes, "CDLL", lambda name: object())
     assert copies_module._driver_call.__wrapped__() is None
     assert submit_of(torch.device("cuda")) is None or torch.cuda.is_available()
+
+
+NUMBERS = st.builds(
+    lambda count, columns, dtype: torch.arange(count * columns).remainder(2).to(dtype).view(count, columns).squeeze(1),
+    st.integers(0, 40), st.integers(1, 3), st.sampled_from([torch.int64, torch.int32, torch.bool, torch.float32]),
+)  # fmt: skip
+
+
+@given(st.lists(NUMBERS, max_size=12), st.integers(0, 600))
+def test_numbers_are_uploaded_as_they_were_added(added: list[torch.Tensor], capacity: int) -> None:
+    uploads = Uploads(torch.device("cpu"), capacity)
+    wanted = [numbers.clone() for numbers in added]
+    found = [uploads.add(numbers) for numbers in added]
+    assert all(one.data_ptr() % ALIGNED == 0 for one in found if one.numel())
+    for numbers in added:
+        numbers.zero_()  # They may change before they are sent.
+    uploads.send()
+    assert all(torch.equal(*pair) and pair[0].dtype == pair[1].dtype for pair in zip(found, wanted, strict=True))
+    uploads.add(torch.ones(200))
+    uploads.send()
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True)), "the memory was used again"
+
+
+@pytest.mark.parametrize(("capacity", "copies"), [(4096, 1), (1024, 2), (0, 3)])
+def test_numbers_that_fit_are_sent_in_one_copy(monkeypatch: pytest.MonkeyPatch, capacity: int, copies: int) -> None:
+    uploads, sent, copy = Uploads(torch.device("cpu"), capacity), [], torch.Tensor.copy_
+    for count in (64, 32, 128):  # numbers of 8 bytes
+        uploads.add(torch.arange(count))
+
+    def noted(target: torch.Tensor, source: torch.Tensor, **how: bool) -> torch.Tensor:
+        sent.append((len(source), how))
+        return copy(target, source, **how)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", noted)
+    uploads.send()
+    assert (len(sent), sum(size for size, _ in sent)) == (copies, 8 * (64 + 32 + 128))
+    assert all(how == {"non_blocking": True} for _, how in sent)
+    uploads.send()
+    assert len(sent) == copies, "nothing is left"

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lmc.blend.strategies import HEAD_POSITIONS, STRATEGIES, Evidence, budget, by_deviation
+from lmc.blend.strategies import HEAD_POSITIONS, STRATEGIES, Evidence, budget, by_deviation, highest
 
 VECTORS = json.loads((Path(__file__).parent / "data" / "cacheblend.json").read_text())
 OFFSETS = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4, 5])  # two documents, of 4 and 6 tokens
@@ -35,6 +37,18 @@ def test_a_ratio_of_zero_selects_nothing_and_of_one_everything() -> None:
 
 def test_equal_scores_are_taken_in_order_of_position() -> None:
     assert by_deviation(evidence(deviation=[1] * 10), 3).tolist() == [0, 1, 2]
+
+
+@given(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0, float("inf")]) | st.floats(width=32, allow_nan=False)), st.data())
+def test_the_highest_scores_are_the_first_of_a_stable_sort(scores: list[float], data: st.DataObject) -> None:
+    count = data.draw(st.integers(0, len(scores)))
+    wanted = sorted(sorted(range(len(scores)), key=lambda index: -scores[index])[:count])
+    assert highest(torch.tensor(scores), count).tolist() == wanted
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_as_many_are_chosen_if_scores_are_no_numbers(count: int) -> None:
+    assert len(highest(torch.tensor([1.0, float("nan"), 3.0, float("nan"), float("nan"), 2.0]), count)) == count
 
 
 def test_heads_are_the_first_tokens_of_every_document() -> None:
