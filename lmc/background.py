@@ -22,6 +22,11 @@ class Background:
         """Record the time of an engine step."""
         self._stepped = time.perf_counter()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine has made a step a moment ago."""
+        return time.perf_counter() - self._stepped < RUNNING_SECONDS
+
     def gently(self, items: Iterable[T]) -> Iterator[T]:
         """Yield items, and rest regularly while the engine runs.
 
@@ -35,6 +40,6 @@ class Background:
             yield item
             worked = time.thread_time() - since
             if worked > WORK_SECONDS:
-                if time.perf_counter() - self._stepped < RUNNING_SECONDS:
+                if self.is_running:
                     time.sleep(min(RESTS * worked, LONGEST_REST))
                 since = time.thread_time()

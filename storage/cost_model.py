@@ -316,6 +316,12 @@ class CostModel:
                 load = self._is_tried_again(tiers)
             return Choice(load=load, loading=loading, computing=computing)
 
+    def tried(self, tiers: Set[str]) -> None:
+        """Count anew until the next trial of these tiers, which a load has just measured without a request."""
+        with self._mutex:
+            for tier in tiers & self._passed_over.keys():
+                self._passed_over[tier].times = 0
+
     def _is_tried_again(self, tiers: Set[str]) -> bool:
         """Count a choice against tiers. Returns whether they are tried anyway."""
         now = self.clock()

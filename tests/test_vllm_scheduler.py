@@ -35,6 +35,7 @@ from vllm_fakes import (
     token_bytes,
 )  # fmt: skip
 
+from lmc.background import Background
 from lmc.blend.segments import Span
 from lmc.connectors.vllm.messages import BlendJob, LoadJob, StepReport
 from lmc.connectors.vllm.model_identity import layout_of, model_identity
@@ -42,7 +43,7 @@ from lmc.connectors.vllm.scheduler import claims, roles
 from lmc.connectors.vllm.scheduler.idle import MAX_PAUSE_SECONDS
 from lmc.connectors.vllm.scheduler.request_state import Role
 from lmc.connectors.vllm.scheduler.scheduler import MAX_LEARN_SECONDS, MAX_TURN_SECONDS
-from lmc.engine import CacheEngine, NewChunk
+from lmc.engine import CacheEngine, NewChunk, promotion
 from lmc.engine.identity import adapter_stamp
 from lmc.errors import ConfigError
 from lmc.keys import RecordKind
@@ -758,6 +759,21 @@ def test_what_is_faster_computed_is_not_loaded_not_waited_for_and_not_saved_agai
     assert (tier.counts.bytes_read, tier.counts.written) == (0, 0)
     assert lab.scheduler.numbers()["loads_skipped"] == 1
     assert lab.store.held() == 0
+
+
+def test_what_a_slow_tier_has_is_in_memory_for_the_next_request(make, monkeypatch):
+    monkeypatch.setattr(promotion, "LONGEST_WAIT", float("inf"))
+    monkeypatch.setattr(Background, "is_running", True)
+    lab = make(tier := counted(PLAIN), slots=40, promotes=True)
+    pretend(lab, byte=1.0)
+    assert lab.serve("one", PLAIN).loaded == 0
+    lab.forget_prefixes()
+    monkeypatch.setattr(Background, "is_running", False)
+    lab.engine.promotion.wait()
+    assert lab.store.held() == 0
+    request = lab.serve("two", PLAIN)
+    assert (request.loaded, request.facts["tokens_from"]) == (40, {"host": 40})
+    assert tier.counts.written == 0
 
 
 def test_what_is_faster_loaded_is_loaded(make):

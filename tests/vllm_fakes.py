@@ -328,6 +328,7 @@ class Lab:
         tokenizer=None,
         windows=(0,),
         dtypes="",
+        promotes=False,
     ):
         self.now = 0.0
         memory = slots * LAYERS * 4096 * ranks / GIB
@@ -349,6 +350,8 @@ class Lab:
         opened = {"tiers": tiers, "prefix": prefix, "windows": windows}
         self.engine = open_engine(self.settings, facts, BLOCK, model, "sha256", **opened)
         self.store = self.engine.store
+        if not promotes:
+            self.engine.promotion.stop()
         self.pool, self.workers = Pool(blocks), Workers(blocks, len(windows))
         self.setup = Setup(
             settings=self.settings,

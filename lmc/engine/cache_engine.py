@@ -30,6 +30,7 @@ from lmc.engine.index import BlockChain, CacheIndex, ExactChain, NewChunk, Token
 from lmc.engine.names import Names
 from lmc.engine.pieces import Piece, trim
 from lmc.engine.planner import DocumentMatch, Match, Plan, blend_offer, choose_plan, without_slow_blend
+from lmc.engine.promotion import Promotion
 from lmc.engine.recall import Recall
 from lmc.errors import ChunkLost
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds, document_keys, tenant_of
@@ -85,6 +86,7 @@ class CacheEngine:
         )
         self._exact_pages = self.namespace(RecordKind.PAGES)
         self.recall = Recall(self.store.records(), self._take, self.known.prepare, self.background)
+        self.promotion = Promotion(store, self.background)
         self.keeper = self._open_keeper()
         self.store.trim()  # only now, because it must know which documents are pinned
 
@@ -265,6 +267,10 @@ class CacheEngine:
         policy = LoadPolicy(self.settings.load_policy)
         return choose_plan(match, self._record_bytes, cost or self.store.cost, policy)
 
+    def promote(self, plan: Plan) -> None:
+        """Load in the background what a plan does not load because it is on a slow tier."""
+        self.promotion.begin({piece.key: str(piece.place) for piece in plan.slow})
+
     def without_slow_blend(self, plan: Plan) -> Plan:
         """Return a plan without its blend if prefill is expected to be faster; see the planner."""
         policy = LoadPolicy(self.settings.load_policy)
@@ -388,6 +394,7 @@ class CacheEngine:
     def close(self) -> None:
         """Write the chunks that the tiers lack, and close the keeper and the store."""
         self.recall.stop()
+        self.promotion.stop()
         self.keeper.close()
         self.store.close()
 

@@ -74,6 +74,7 @@ class Plan:
     stop: int = 0  # end of the KV that the plan and its blend provide
     unknown: tuple[Span, ...] = ()  # documents to learn
     skipped: int = 0  # stored tokens that are not loaded because computing them is expected to be faster
+    slow: tuple[Piece, ...] = ()  # pieces that are not loaded because of their tiers
     note: str = ""  # why the plan differs from the request
 
     @property
@@ -156,7 +157,8 @@ def choose_plan(match: Match, size_of: Callable[[Piece], int], cost: CostModel, 
         rest = make_plan(replace(match, memory_only=True))
         note = "; ".join(filter(None, (rest.note, choice.why)))
         # Without the exact chunks on tiers, a blend may pay for documents for which it did not pay before.
-        plan = replace(rest, skipped=max(0, plan.tokens - rest.tokens), note=note)
+        slow = tuple(piece for piece in plan.pieces if piece.place not in AT_HAND)
+        plan = replace(rest, skipped=max(0, plan.tokens - rest.tokens), slow=slow, note=note)
     return without_slow_blend(plan, size_of, cost, policy)
 
 
@@ -168,7 +170,7 @@ def without_slow_blend(plan: Plan, size_of: Callable[[Piece], int], cost: CostMo
         return plan
     rest = make_plan(replace(plan.match, refused=f"stored documents were computed: {why}"))
     note = "; ".join(filter(None, dict.fromkeys((plan.note, rest.note))))
-    return replace(rest, skipped=plan.skipped + plan.tokens - rest.tokens, note=note)
+    return replace(rest, skipped=plan.skipped + plan.tokens - rest.tokens, slow=plan.slow, note=note)
 
 
 def blend_offer(plan: Plan, size_of: Callable[[Piece], int]) -> BlendOffer | None:

@@ -110,6 +110,7 @@ class Claims:
         state.unknown, state.skipped, state.memory_only = plan.unknown, plan.skipped, plan.match.memory_only
         state.refused, state.weighed = plan.match.refused, local
         state.add_note(plan.note)
+        self._engine.promote(plan)
         away = list(dict.fromkeys(piece.key for piece in plan.pieces if piece.place not in AT_HAND))
         room = self._engine.store.slots // 2 - self._engine.store.held()
         self._pin(state, away[: max(0, room)])
