@@ -77,7 +77,7 @@ def test_documents_that_one_engine_has_learned_are_blended_by_the_other_from_mem
         assert out["facts"]["reused_tokens"] == sum(map(len, DOCUMENTS))
         assert out["answer"] == answer(wanted[ratio]), "as from one engine alone"
     assert answer(wanted[1.0]) == answer(wanted[len(PROMPT.tokens)])
-    found = [meta for _, meta in first.store.records()]
+    found = [chunk.meta for chunk in first.store.records()]
     assert len({meta.key for meta in found}) == len(found) >= before[0], "there is one copy of each chunk"
     documents = {key for document in DOCUMENTS for key in first.document_keys(document)}
     assert documents <= first.store.known_keys()

@@ -121,6 +121,7 @@ class Engine(HttpEngine):
         variables = {
             "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "LMC_ENABLE_BLENDING": "true", "LMC_BLEND_MIN_TOKENS": "32", "LMC_MAX_LOCAL_CPU_SIZE": MEMORY,
+            "LMC_LOAD_POLICY": "always",  # A model this small is computed faster than blended.
             "LMC_ADMIN": self.admin, "LMC_DOCUMENT_EVENTS": events,
         }  # fmt: skip
         exports = "".join(f"export {name}='{value}'\n" for name, value in variables.items())
