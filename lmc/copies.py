@@ -107,11 +107,11 @@ def sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
 class Uploads:
     """Numbers that are copied from the host to a device together.
 
-    A copy takes the host of a GPU 10 to 20 us, and each pass of a blend has about ten tensors of indices. They are
-    collected side by side, and sent in one copy.
+    Each copy to a GPU takes the host some 10 us (an estimate), and a pass of a blend has about ten tensors of indices.
+    They are collected side by side, and sent in one copy.
     """
 
-    def __init__(self, device: torch.device, capacity: int = 1 << 12) -> None:
+    def __init__(self, device: torch.device, capacity: int = 1 << 16) -> None:
         """Prepare uploads to a device. Up to about `capacity` bytes are sent in one copy."""
         self._device, self._capacity = device, capacity
         # Bytes on the host, memory for them on the device, and the number of bytes that are used.

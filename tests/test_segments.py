@@ -151,7 +151,7 @@ def test_texts_are_found_wherever_they_stand_in_any_order(tokenizer, before: str
     assert starts == sorted(starts)
     for text, spans in zip(texts, found, strict=True):
         for span in spans:
-            said = "".join(tokenizer.decode(prompt[span.start : span.stop]).split())
+            said = "".join(tokenizer.decode(prompt[span.start : span.stop]).strip("\ufffd").split())  # parts of letters
             assert said in "".join(text.split())
             assert len(said) > len("".join(text.split())) / 3
 
