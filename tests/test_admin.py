@@ -29,9 +29,10 @@ from lmc.commands.administration import document_table
 from lmc.connectors.vllm.scheduler.admin import Administration, serve, serve_if_wanted
 from lmc.documents.escaped import as_json
 from lmc.errors import ConfigError, InputError
+from lmc.http import client as http_client
 from lmc.http import server as http_server
 from lmc.http import timeouts
-from lmc.http.client import HttpClient, Refused, Unreachable, engine_client
+from lmc.http.client import DocumentList, HttpClient, Refused, Unreachable, engine_client
 from lmc.keys import RecordKind
 
 BLANK = 70  # a token of white space; all others are words
@@ -272,6 +273,26 @@ def test_a_list_goes_on_where_the_page_before_ended_and_has_what_was_asked_for(s
         assert (code, said in err) == (2, True)
     with pytest.raises(Refused, match="must be a whole number of seconds"):
         HttpClient(served.url).ask("/v1/documents?unused_for=1h")
+
+
+@pytest.mark.parametrize("page", [1, 2, 3, 100])
+@pytest.mark.parametrize("used", [None, 0, 1, 4])
+def test_a_list_of_many_pages_has_documents_that_are_used_meanwhile(make, monkeypatch, page, used):
+    """They move to its beginning, which has been read."""
+    monkeypatch.setattr(http_client, "PAGE", page)
+    lab = make(settings=ALWAYS)
+    documents = [[100 * number + i for i in range(12)] for number in range(1, 6)]
+    learn(lab, *documents)
+    known, listing, asked = lab.engine.known.list(), DocumentList(), 0
+    with endpoint(administration(lab)) as url:
+        client = HttpClient(url)
+        while listing.path:
+            listing.take(client.ask(listing.path))
+            asked += 1
+            if used is not None and asked == 1:
+                lab.engine.known.use(known[used].keys[-1:])
+    assert listing.documents.keys() == {one.id for one in known}
+    assert asked <= -(-5 // page) + 3
 
 
 def test_the_endpoint_answers_what_the_commands_ask(served, tmp_path):

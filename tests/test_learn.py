@@ -33,6 +33,7 @@ from lmc.demo import SHIPPED
 from lmc.documents.escaped import PROBE, as_json, escapes_tool_results
 from lmc.documents.sources import Corpus, Document, read_documents
 from lmc.errors import InputError
+from lmc.http.client import PAGE
 from lmc.http.prompts import plain_chat
 from lmc.rag import messages
 from lmc.terminal import seconds_of
@@ -687,7 +688,7 @@ def test_what_the_server_has_lost_is_learned_again(server: Any, tmp_path: Path) 
         code, out, _ = lmc(*words)
         assert (code, learned in out) == (0, True)
     del server.answers["/metrics"]
-    address = f"/v1/documents?limit={1 << 30}"
+    address = f"/v1/documents?limit={PAGE}"
     server.answers[address] = 400, {"error": "limit is above 100000"}
     assert "limit is above 100000" in lmc(*words)[1].replace("\n", " "), "not that it does not respond"
     server.answers[address] = 200, {"documents": [{"id": "0a", "places": ["host"]}]}
@@ -700,7 +701,7 @@ def test_what_the_server_has_lost_is_learned_again(server: Any, tmp_path: Path) 
 def test_the_variable_lmc_admin_names_the_endpoint_that_is_asked(server: Any, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("LMC_ADMIN", server.url)
     server.answers["/v1/completions"] = 200, {"kv_transfer_params": {"lmc": {"learned": True, "documents": ["0a"]}}}
-    server.answers[f"/v1/documents?limit={1 << 30}"] = 200, {"documents": []}
+    server.answers[f"/v1/documents?limit={PAGE}"] = 200, {"documents": []}
     (tmp_path / "a.txt").write_text("a text")
     for _ in range(2):
         assert "1 document learned" in lmc("learn", tmp_path, "--url", server.url)[1]

@@ -229,7 +229,7 @@ class AdminEndpoint:
 
 
 def listed(digest: str, *places: str) -> dict[str, object]:
-    return {"tenant": "", "digest": digest, "places": places}
+    return {"id": digest, "tenant": "", "digest": digest, "places": places}
 
 
 def event(kind: str, digest: str, medium: str = "CPU") -> dict[str, object]:

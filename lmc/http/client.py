@@ -6,11 +6,13 @@ import socket
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
+from urllib.parse import quote
 from urllib.request import HTTPHandler, HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 from lmc.errors import InputError
 from lmc.http.address import TOKEN, UNIX, admin_token
 
+PAGE = 10_000  # documents in a page of their list
 REDIRECTS = (301, 302, 303, 307, 308)  # HTTP status codes of redirects
 
 
@@ -25,6 +27,28 @@ class Refused(InputError):
         """`status` is the HTTP status code of the response."""
         super().__init__(reason)
         self.status = status
+
+
+class DocumentList:
+    """The list of an engine's known documents, read in pages. Ask for `path` and `take` the page, until it is empty."""
+
+    def __init__(self) -> None:
+        self.documents: dict[str, dict[str, Any]] = {}  # by id
+        self.path = self._first = f"/v1/documents?limit={PAGE}"
+        self._again = False
+
+    def take(self, page: dict[str, Any]) -> None:
+        """Add a page. Raises `KeyError` if it is none."""
+        new = {document["id"]: document for document in page["documents"]}
+        has_news = not new.keys() <= self.documents.keys()
+        self.documents |= new
+        after, was_first = page.get("next", ""), self.path == self._first
+        if after and (has_news or not self._again):
+            self.path = f"{self._first}&after={quote(after)}"
+        elif after or self._again or was_first:
+            self.path = ""
+        else:  # Documents that were used meanwhile have moved from later pages to the first ones.
+            self.path, self._again = self._first, True
 
 
 def with_scheme(address: str) -> str:

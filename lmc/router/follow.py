@@ -19,6 +19,7 @@ import msgspec
 from lmc.blend.markers import Markers
 from lmc.errors import InputError
 from lmc.http.address import DOCUMENT_TOPIC, address_of_engine
+from lmc.http.client import DocumentList
 from lmc.router.cut import Cutter
 from lmc.router.document_index import DocumentIndex, ReportedDocument
 from lmc.router.document_reader import DocumentReader
@@ -112,7 +113,10 @@ class Follower:
                 reading.cancel()
 
     async def _listing(self, engine: Engine, reader: DocumentReader | None) -> list[tuple[ReportedDocument, str]]:
-        documents = (await self._ask(engine, f"/v1/documents?limit={1 << 30}"))["documents"]
+        listing = DocumentList()
+        while listing.path:
+            listing.take(await self._ask(engine, listing.path))
+        documents = listing.documents.values()
         if reader is not None:
             for document in documents:
                 reader.add(document["id"], document["tenant"], document["digest"])

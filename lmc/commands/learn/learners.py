@@ -11,7 +11,7 @@ from lmc.commands.top import fetch
 from lmc.config.settings import Settings
 from lmc.documents.sources import Document
 from lmc.errors import InputError
-from lmc.http.client import Refused, Unreachable, admin_client, vllm_client
+from lmc.http.client import DocumentList, Refused, Unreachable, admin_client, vllm_client
 from lmc.http.prompts import plain_chat
 from lmc.keys import LONGEST_NAME
 from lmc.metrics import parted
@@ -97,8 +97,10 @@ class ServerLearner:
 
     def stored(self) -> set[str]:
         """Return the ids of all stored documents. Raises `Unreachable` or `Refused` if they cannot be queried."""
-        listed = self._admin.ask(f"/v1/documents?limit={1 << 30}")["documents"]
-        return {document["id"] for document in listed if document["places"]}
+        listing = DocumentList()
+        while listing.path:
+            listing.take(self._admin.ask(listing.path))
+        return {name for name, document in listing.documents.items() if document["places"]}
 
     def retain(self, document: Document, ids: Sequence[str], retention: Retention) -> None:
         """Pin the stored documents of a text, or set their time limit. Raises `InputError` if that is impossible."""
