@@ -21,6 +21,7 @@ import torch
 from common import parser, prompt_of
 
 from gpu.phases import Phases
+from lmc import copies
 from lmc.blend import shift, staging
 from lmc.blend.blender import Blender
 from lmc.blend.kernels import operations
@@ -31,7 +32,9 @@ OF_BLENDS: list[Watched] = [
     (operations, "_on", "kernel"),  # on GPUs
     (staging.Staging, "begin", "issue copies of a layer"),
     (shift.Shift, "__init__", "correction: begin"),
+    (shift.Shift, "begin", "correction: rotations"),
     (shift.Shift, "_apply", "correction: apply"),
+    (copies.Uploads, "send", "upload of a pass"),
     (Blender, "__init__", "blender: begin"),
     (Blender, "_choose", "choose tokens"),
     (Blender, "_shifts", "corrections: begin"),
