@@ -427,6 +427,8 @@ def test_a_negative_code_is_an_error_and_no_hit(shared, monkeypatch, code):
         tier.open(K0)
     with pytest.raises(OSError, match=f"error {code}"):
         tier.write(meta_of(K1), [stored(meta_of(K1))])
+    with pytest.raises(OSError, match=f"error {code}"):
+        tier._client.size("a name")
     tier.close()
 
 

@@ -243,7 +243,7 @@ class MooncakeClient:
 
     def size(self, name: str) -> int:
         """Return an object's size in bytes; 0 for a missing one."""
-        return max(0, int(self._ask(self.deadline, self._store.get_size, name)))
+        return max(0, self._checked(int(self._ask(self.deadline, self._store.get_size, name))))
 
     def close(self, *, responds: bool) -> None:
         """Sign off if the store `responds` and no call is in flight, which Mooncake would not survive.
