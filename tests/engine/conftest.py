@@ -13,6 +13,8 @@ from stepping import pages, poison
 sys.path.append(str(Path(__file__).parent.parent))
 from service_process import ServerProcess
 
+from lmc.connectors.vllm.vllm_api import installed_version
+
 
 class SharedEngine:
     """The engine that stays for the next file, which may ask for the same model, settings and options.
@@ -43,6 +45,8 @@ class SharedEngine:
 
 
 SHARED = SharedEngine()
+# Its attention for CPUs wants sinks in bfloat16, and it reads the second family's configuration wrongly.
+NOT_IN_0_30 = ("gptoss", "exaonemoe")
 
 
 @pytest.hookimpl(trylast=True)
@@ -75,7 +79,13 @@ def shared_engine() -> Iterator[SharedEngine]:
 def models(tmp_path_factory):
     """A function from a family's name to a small model of it."""
     folder = tmp_path_factory.mktemp("models")
-    return lambda family: make_model(family, Path(folder))
+
+    def model(family: str) -> Path:
+        if family in NOT_IN_0_30 and installed_version().startswith("0.30."):
+            pytest.skip("vLLM 0.30 for CPUs does not run this family, also without lmc")
+        return make_model(family, Path(folder))
+
+    return model
 
 
 @pytest.fixture
