@@ -122,7 +122,7 @@ class Uploads:
     def add(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return memory of the device for numbers of the host. It has the numbers after the next `send`."""
         start = self._used + -self._used % ALIGNED
-        if start + numbers.nbytes > self._size:
+        if not self._size or start + numbers.nbytes > self._size:
             self._allocate(numbers.nbytes)
             start = 0
         stop, kind = start + numbers.nbytes, numbers.dtype
@@ -141,9 +141,10 @@ class Uploads:
 
     def send(self) -> None:
         """Copy all numbers that were added since the last call. The host does not wait for a GPU."""
+        locked = self._device.type == "cuda"
         for source, target, used in (*self._full, (self._source, self._target, self._used)):
             if used:
-                target[:used].copy_(source[:used], non_blocking=True)
+                target[:used].copy_(source[:used], non_blocking=locked)
         self._full, self._used, self._size = [], 0, 0  # What is added next gets memory of its own.
 
 

@@ -283,6 +283,27 @@ def test_numbers_that_fit_are_sent_in_one_copy(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(torch.Tensor, "copy_", noted)
     uploads.send()
     assert (len(sent), sum(size for size, _ in sent)) == (copies, 8 * (64 + 32 + 128))
-    assert all(how == {"non_blocking": True} for _, how in sent)
+    assert all(how == {"non_blocking": False} for _, how in sent), "only page-locked memory is copied without a wait"
     uploads.send()
     assert len(sent) == copies, "nothing is left"
+
+
+def test_the_host_does_not_wait_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers go to a GPU from page-locked memory."""
+    made, sent, empty, copy = list[tuple[bool, str]](), list[dict[str, bool]](), torch.empty, torch.Tensor.copy_
+
+    def noted_empty(size: int, *, dtype: torch.dtype, pin_memory: bool = False, device: object = "cpu") -> torch.Tensor:
+        made.append((pin_memory, str(device)))
+        return empty(size, dtype=dtype)
+
+    def noted_copy(target: torch.Tensor, source: torch.Tensor, **how: bool) -> torch.Tensor:
+        sent.append(how)
+        return copy(target, source)
+
+    monkeypatch.setattr(torch, "empty", noted_empty)
+    uploads = Uploads(torch.device("cuda"))
+    made.clear()
+    found = uploads.add(torch.arange(3))
+    monkeypatch.setattr(torch.Tensor, "copy_", noted_copy)
+    uploads.send()
+    assert (found.tolist(), made, sent) == ([0, 1, 2], [(True, "cpu"), (False, "cuda")], [{"non_blocking": True}])

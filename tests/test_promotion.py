@@ -33,7 +33,8 @@ class Opened:
         self.promotion = Promotion(self.store, self.engine)
 
     def begin(self, *keys: ChunkKey) -> None:
-        self.promotion.begin(dict.fromkeys(keys, self.tier.name))
+        for _ in range(2):  # They are skipped twice.
+            self.promotion.begin(keys)
 
     def in_memory(self) -> list[bool]:
         return [place == "host" for place in self.store.lookup(KEYS)]
@@ -56,6 +57,43 @@ def test_chunks_are_loaded_and_nothing_is_held_afterwards(opened: Opened) -> Non
     opened.promotion.wait()
     assert opened.in_memory() == [True, True, False, False, False, False]
     assert opened.store.held() == 0
+
+
+def test_chunks_that_are_skipped_once_are_left_where_they_are(opened: Opened) -> None:
+    """They would take the place of others, and may never be requested again."""
+    opened.tier.open_all()
+    for key in KEYS:
+        opened.promotion.begin([key])
+        opened.promotion.wait()
+    assert not any(opened.in_memory())
+    opened.promotion.begin(KEYS[:1])
+    opened.promotion.wait()
+    assert opened.in_memory() == [True, False, False, False, False, False]
+
+
+def test_a_request_that_loads_something_ends_a_promotion(opened: Opened) -> None:
+    opened.begin(KEYS[0])
+    eventually(lambda: opened.store.held() == 1)
+    opened.promotion.cancel()
+    opened.promotion.wait()
+    opened.tier.open_all()
+    eventually(lambda: opened.store.held() == 0)
+    opened.begin(KEYS[1])
+    opened.promotion.wait()
+    assert opened.in_memory()[1] is True, "the next one begins"
+
+
+def test_a_chunk_that_was_removed_meanwhile_does_not_come_back(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotion, "LONGEST_WAIT", float("inf"))
+    opened.tier.open_all()
+    opened.engine.is_running = True
+    opened.begin(KEYS[0])
+    opened.store.forget(KEYS[0])
+    opened.engine.is_running = False
+    opened.promotion.wait()
+    assert opened.store.lookup(KEYS[:1]) == [None]
+    opened.store.flush()
+    assert KEYS[0] not in opened.tier.inner.records
 
 
 def test_one_batch_is_loaded_at_a_time(opened: Opened) -> None:
@@ -155,8 +193,11 @@ def test_a_store_that_fails_is_logged_once_and_harms_nobody(
     assert opened.in_memory()[0] is True
 
 
-def test_a_load_takes_the_place_of_a_trial(opened: Opened) -> None:
+@pytest.mark.parametrize("key", [KEYS[0], key_of("gone")])
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_load_takes_the_place_of_a_trial(opened: Opened, monkeypatch: pytest.MonkeyPatch, key, has_room) -> None:
     """As long as skipped chunks are loaded in the background, no request waits to measure their tier."""
+    monkeypatch.setattr(promotion, "SLOTS_SHARE", 4 if has_room else 9)
     cost, tier = opened.store.cost, opened.tier.name
     opened.tier.open_all()
     for _ in range(3):
@@ -169,6 +210,7 @@ def test_a_load_takes_the_place_of_a_trial(opened: Opened) -> None:
         clock.now += TRIAL_SECONDS
         choices.append(cost.choose(offer, LoadPolicy.AUTO).load)
         if at == TRIAL_CHOICES - 1:
-            opened.begin(KEYS[0])  # It takes no time by this clock, so that nothing is measured.
+            opened.begin(key)  # It takes no time by this clock, so that nothing is measured.
             opened.promotion.wait()
-    assert choices.index(True) == 2 * TRIAL_CHOICES, "after as many choices as if the load had been a trial"
+    loaded = has_room and key == KEYS[0]
+    assert choices.index(True) == (2 if loaded else 1) * TRIAL_CHOICES

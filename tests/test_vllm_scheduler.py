@@ -766,14 +766,28 @@ def test_what_a_slow_tier_has_is_in_memory_for_the_next_request(make, monkeypatc
     monkeypatch.setattr(Background, "is_running", True)
     lab = make(tier := counted(PLAIN), slots=40, promotes=True)
     pretend(lab, byte=1.0)
-    assert lab.serve("one", PLAIN).loaded == 0
-    lab.forget_prefixes()
+    for name in ("one", "two"):
+        assert lab.serve(name, PLAIN).loaded == 0
+        lab.forget_prefixes()
     monkeypatch.setattr(Background, "is_running", False)
     lab.engine.promotion.wait()
     assert lab.store.held() == 0
-    request = lab.serve("two", PLAIN)
+    request = lab.serve("three", PLAIN)
     assert (request.loaded, request.facts["tokens_from"]) == (40, {"host": 40})
     assert tier.counts.written == 0
+
+
+@pytest.mark.parametrize(("speeds", "ends"), [({"byte": 1e-12, "token": 1.0}, True), ({"byte": 1.0}, False)])
+def test_a_request_that_loads_something_ends_a_load_in_the_background(make, monkeypatch, speeds, ends):
+    """It would wait for that one, since each tier has a few threads."""
+    lab, ended = make(counted(PLAIN)), []
+    monkeypatch.setattr(lab.engine.promotion, "cancel", lambda: ended.append(True))
+    pretend(lab, **speeds)
+    lab.serve("one", PLAIN)
+    assert bool(ended) == ends
+    ended.clear()
+    lab.scheduler.forget_all()
+    assert ended, "what is being loaded must not come back"
 
 
 def test_what_is_faster_loaded_is_loaded(make):

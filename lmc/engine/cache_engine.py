@@ -235,6 +235,7 @@ class CacheEngine:
     def begin_anew(self) -> None:
         """Switch to new keys, which no later process finds: the model's weights may have been replaced."""
         self.recall.stop()
+        self.promotion.cancel()
         self.names.begin_anew()
         self.index = CacheIndex()
         self.known.clear()
@@ -268,8 +269,8 @@ class CacheEngine:
         return choose_plan(match, self._record_bytes, cost or self.store.cost, policy)
 
     def promote(self, plan: Plan) -> None:
-        """Load in the background what a plan does not load because it is on a slow tier."""
-        self.promotion.begin({piece.key: str(piece.place) for piece in plan.slow})
+        """Load in the background what a plan does not load because it is on a slow tier, if it was skipped before."""
+        self.promotion.begin([piece.key for piece in plan.slow])
 
     def without_slow_blend(self, plan: Plan) -> Plan:
         """Return a plan without its blend if prefill is expected to be faster; see the planner."""
@@ -383,6 +384,7 @@ class CacheEngine:
         """
         if self.server is not None:
             return
+        self.promotion.cancel()
         with self.keeper.moving:  # Otherwise the keeper might restore a pinned chunk.
             for key in self.store.known_keys():
                 self.store.forget(key, wait=wait, shared=False)

@@ -43,7 +43,7 @@ class DocumentList:
         has_news = not new.keys() <= self.documents.keys()
         self.documents |= new
         after, was_first = page.get("next", ""), self.path == self._first
-        if after and (has_news or not self._again):
+        if after and (has_news or not self._again or not new):
             self.path = f"{self._first}&after={quote(after)}"
         elif after or self._again or was_first:
             self.path = ""

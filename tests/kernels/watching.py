@@ -165,12 +165,12 @@ class NoWaits(TorchFunctionMode):
         devices = {one.device.type for one in given if isinstance(one, torch.Tensor) and one.dim()}
         to_device = any(isinstance(one, str | torch.device) and torch.device(one).type == "meta" for one in given)
         sends = to_device and function.__name__ in ("tensor", "as_tensor", "to") and "meta" not in devices
-        if (len(devices) > 1 or sends) and not self._uploads(sys._getframe(1).f_code, kwargs or {}):
+        if (len(devices) > 1 or sends) and not self._uploads(sys._getframe(1).f_code):
             raise Waited(function.__name__)
         return function(*args, **(kwargs or {}))
 
-    def _uploads(self, code, kwargs) -> bool:
-        upload = code is sent.__code__ or (code is Uploads.send.__code__ and kwargs.get("non_blocking", False))
+    def _uploads(self, code) -> bool:
+        upload = code in (sent.__code__, Uploads.send.__code__)
         self.uploads += upload
         return upload
 

@@ -112,6 +112,8 @@ class Claims:
         state.add_note(plan.note)
         self._engine.promote(plan)
         away = list(dict.fromkeys(piece.key for piece in plan.pieces if piece.place not in AT_HAND))
+        if away:
+            self._engine.promotion.cancel()
         room = self._engine.store.slots // 2 - self._engine.store.held()
         self._pin(state, away[: max(0, room)])
 

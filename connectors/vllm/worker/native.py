@@ -334,7 +334,11 @@ class NativeLayers:
             # The metadata is built again, because another batch may have overwritten the builder's buffers.
             if read is not None:
                 read.synchronize()
-            batch.metadata[kind] = self._builders[kind].build(0, batch.common[kind[2]])
+            common = batch.common[kind[2]]
+            # The engine's attention reads a row of the table for each run, and lmc's own only the first one.
+            # Thousands of copies of a long table would take hundreds of megabytes.
+            common.block_table_tensor = common.block_table_tensor.contiguous()
+            batch.metadata[kind] = self._builders[kind].build(0, common)
             cuda = self.device.type == "cuda"
             self._built[kind] = batch, torch.cuda.current_stream(self.device).record_event() if cuda else None
         return batch.metadata[kind]
@@ -447,9 +451,7 @@ class NativeLayers:
 
         def of_group(blocks: torch.Tensor) -> vllm_api.CommonAttentionMetadata:
             table = self.kernel_blocks(blocks[: -(-longest // self.block_size)].to(torch.int32))
-            # lmc's own attention reads one row of the table. Thousands of copies of a long table would take hundreds of
-            # megabytes.
-            table = uploads.add(table.expand(1 if self.kernels.in_pages else runs, -1)).expand(runs, -1)
+            table = uploads.add(table[None]).expand(runs, -1)
             return vllm_api.CommonAttentionMetadata(
                 query_start_loc=starts_there,
                 query_start_loc_cpu=starts,
