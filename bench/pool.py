@@ -124,7 +124,7 @@ def tiers(wanted: list[str]) -> Iterator[dict[str, dict[str, Any]]]:
     """The settings of an engine for each tier, whose servers run."""
     found: dict[str, dict[str, Any]] = {"memory": {}}
     names = ["memory", "disk", "redis", "mooncake", *S3]
-    wanted = [name for name in names if not wanted or name.partition(" ")[0] in wanted]
+    wanted = [name for name in names if not wanted or not {name, name.partition(" ")[0]}.isdisjoint(wanted)]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmc-pool-")))
         found["disk"] = {"local_disk": str(folder / "disk"), "max_local_disk_size": 8.0}
@@ -207,7 +207,7 @@ def main() -> None:
     arguments = parser(__doc__, "pool")
     arguments.add_argument("--model", default="smollm2", help="key of a pretrained model, or `random`")
     arguments.add_argument("--rounds", type=int, default=4)
-    arguments.add_argument("--only", action="append", default=[], help="memory, disk, redis, mooncake or s3")
+    arguments.add_argument("--only", action="append", default=[], help="a place; `s3` is all of S3")
     arguments.add_argument("--load-policy", choices=("auto", "always"), default="auto")
     options: argparse.Namespace = arguments.parse_args()
     print(machine())
