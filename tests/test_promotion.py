@@ -41,7 +41,8 @@ class Opened:
 
 
 @pytest.fixture
-def opened() -> Iterator[Opened]:
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
+    monkeypatch.setattr(promotion, "FIRST_WAIT", 0.0)
     one = Opened()
     yield one
     one.promotion.stop()
@@ -139,6 +140,17 @@ class Looked(Engine):
     def is_running(self) -> bool:
         self.times += 1
         return self._engine.is_running
+
+
+def test_the_request_that_skipped_chunks_is_computed_first(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it arrives, the engine has not begun to compute it, and seems to rest."""
+    monkeypatch.setattr(promotion, "FIRST_WAIT", 3600.0)
+    opened.tier.open_all()
+    opened.begin(KEYS[0])
+    assert opened.store.held() == 0
+    opened.promotion.cancel()
+    opened.promotion.wait()
+    assert not any(opened.in_memory())
 
 
 def test_an_engine_that_never_rests_is_not_waited_for_for_ever(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:

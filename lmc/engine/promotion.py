@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from cachetools import LRUCache
 
-from lmc.background import Background
+from lmc.background import RUNNING_SECONDS, Background
 from lmc.errors import StorageError
 from lmc.keys import ChunkKey
 from lmc.storage.contract import ChunkStore, PinState
@@ -25,6 +25,7 @@ REMEMBERED = 4096  # chunks that were skipped once
 # A promotion waits for the engine to rest for this many seconds at most. Its load needs few instructions, and an engine
 # that never rests would otherwise compute the same documents each time.
 LONGEST_WAIT = 10.0
+FIRST_WAIT = RUNNING_SECONDS
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 5.0  # that a slow tier may take to say that it still has the chunks
 MAX_SECONDS = 600.0  # for a load, which may hang
@@ -67,6 +68,8 @@ class Promotion:
 
     def _run(self, keys: Sequence[ChunkKey], ended: threading.Event) -> None:
         try:
+            if ended.wait(FIRST_WAIT):  # The engine has not begun to compute the request that skipped the chunks.
+                return
             due = time.monotonic() + LONGEST_WAIT
             while self._background.is_running and time.monotonic() < due:
                 if ended.wait(POLL_SECONDS):
