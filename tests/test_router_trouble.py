@@ -164,7 +164,7 @@ def test_what_an_engine_has_said_of_a_cache_is_forgotten_when_it_gets_another_on
         async def _ask(self, engine, path):
             if path == "/v1/routing":
                 return facts
-            return {"documents": [{"tenant": "", "digest": "d", "places": ["host"]}]}
+            return {"documents": [{"id": "d", "tenant": "", "digest": "d", "places": ["host"]}]}
 
     async def run():
         following = asyncio.create_task(Answered(policy, None, "", lambda *_: None).follow(engine))
