@@ -163,3 +163,18 @@ def test_vllm_finds_the_plugin_in_an_unpacked_kit(kit: Path, tmp_path: Path, mon
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
     (plugin,) = entry_points(group="vllm.general_plugins", name="lmc")
     assert plugin.value == "lmc.connectors.vllm.plugin:register"
+
+
+def test_each_version_of_python_has_wheels_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kit for Python 3.12 got the wheels of 3.11 that were there, and nothing could be imported."""
+    from gpu import pack
+
+    used = list[tuple[Path, str]]()
+    monkeypatch.setattr(pack, "download", lambda wheels, wanted, python: used.append((wheels, python)))
+    monkeypatch.setattr(pack, "build", lambda kit, wheels, wanted, capability: used.append((wheels, "")))
+    for python in ("3.11", "3.12"):
+        monkeypatch.setattr(sys, "argv", ["pack", "build", "--wheels", str(tmp_path), "--python", python])
+        pack.main()
+    assert used == [
+        (tmp_path / "3.11", "3.11"), (tmp_path / "3.11", ""), (tmp_path / "3.12", "3.12"), (tmp_path / "3.12", "")
+    ]  # fmt: skip

@@ -69,8 +69,9 @@ def main() -> None:
         wanted = [VLLM, *needed("kit_requirements.txt")]
         wanted += needed("kit_requirements_bare.txt") if options.bare else []
         wanted += [MODEL] if options.model else []
-        download(options.wheels, wanted, options.python)
-        build(options.kit, options.wheels, wanted, options.capability)
+        wheels = options.wheels / options.python  # Most of them fit only one version of Python.
+        download(wheels, wanted, options.python)
+        build(options.kit, wheels, wanted, options.capability)
     elif options.into is None:
         arguments.error("--into: where to unpack?")
     else:
