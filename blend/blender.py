@@ -171,7 +171,7 @@ class Blender(Generic[R]):
             yield Slice(depth - 1, cost, coming)
 
     def _number_documents(self) -> None:
-        """Prepare the shift, unless the policy has none."""
+        """Prepare the shift, unless the policy has none. `deviation` stays as published, without a shift."""
         if self._policy.correction != "none":
             self._documents = numbered(self._offset, self._reused)
 

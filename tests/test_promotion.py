@@ -1,4 +1,4 @@
-"""What a slow tier has is loaded into memory while the engine rests, and nobody waits for it."""
+"""What a slow tier has is loaded into memory while the engine rests, and no request waits for it."""
 
 from collections.abc import Iterator
 
@@ -131,7 +131,7 @@ def test_a_load_begins_when_the_engine_rests(opened: Opened, monkeypatch: pytest
 
 
 class Looked(Engine):
-    """An engine of which it is counted how often somebody asks whether it runs."""
+    """An engine that counts how often it is asked whether it runs."""
 
     def __init__(self, engine: Engine) -> None:
         self.times, self._engine = 0, engine
@@ -187,7 +187,7 @@ def test_chunks_that_are_gone_are_misses(opened: Opened) -> None:
     assert opened.in_memory()[0] is True
 
 
-def test_a_store_that_fails_is_logged_once_and_harms_nobody(
+def test_a_store_that_fails_is_logged_once_and_later_loads_go_on(
     opened: Opened, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: object) -> None:

@@ -268,10 +268,6 @@ class CacheEngine:
         policy = LoadPolicy(self.settings.load_policy)
         return choose_plan(match, self._record_bytes, cost or self.store.cost, policy)
 
-    def promote(self, plan: Plan) -> None:
-        """Load in the background what a plan does not load because it is on a slow tier, if it was skipped before."""
-        self.promotion.begin([piece.key for piece in plan.slow])
-
     def without_slow_blend(self, plan: Plan) -> Plan:
         """Return a plan without its blend if prefill is expected to be faster; see the planner."""
         policy = LoadPolicy(self.settings.load_policy)

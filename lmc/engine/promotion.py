@@ -33,7 +33,7 @@ SLOTS_SHARE = 4  # A promotion holds at most a fourth of the slots that are free
 
 
 class Promotion:
-    """Loads of one engine, one batch at a time. A request that loads something ends it."""
+    """Loads of one engine, one batch at a time. A batch ends early if a request loads something."""
 
     def __init__(self, store: ChunkStore, background: Background) -> None:
         self._store, self._background = store, background
@@ -47,8 +47,8 @@ class Promotion:
         self._skipped.update(dict.fromkeys(keys))
         if again and not self._thread.is_alive() and not self._stopped:
             self._ended = threading.Event()
-            self._thread = threading.Thread(target=self._run, args=(again, self._ended), name="lmc-promotion")
-            self._thread.daemon = True
+            given = again, self._ended
+            self._thread = threading.Thread(target=self._run, args=given, name="lmc-promotion", daemon=True)
             self._thread.start()
 
     def cancel(self) -> None:

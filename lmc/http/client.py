@@ -38,17 +38,18 @@ class DocumentList:
         self._again = False
 
     def take(self, page: dict[str, Any]) -> None:
-        """Add a page. Raises `KeyError` if it is none."""
+        """Add a page. Raises `KeyError` for other JSON."""
         new = {document["id"]: document for document in page["documents"]}
         has_news = not new.keys() <= self.documents.keys()
         self.documents |= new
         after, was_first = page.get("next", ""), self.path == self._first
-        if after and (has_news or not self._again or not new):
+        if after and not (self._again and new and not has_news):
             self.path = f"{self._first}&after={quote(after)}"
-        elif after or self._again or was_first:
-            self.path = ""
-        else:  # Documents that were used meanwhile have moved from later pages to the first ones.
+        elif not (after or self._again or was_first):
+            # Documents that were used meanwhile have moved from later pages to the first ones.
             self.path, self._again = self._first, True
+        else:
+            self.path = ""
 
 
 def with_scheme(address: str) -> str:

@@ -110,7 +110,7 @@ class Claims:
         state.unknown, state.skipped, state.memory_only = plan.unknown, plan.skipped, plan.match.memory_only
         state.refused, state.weighed = plan.match.refused, local
         state.add_note(plan.note)
-        self._engine.promote(plan)
+        self._engine.promotion.begin([piece.key for piece in plan.slow])
         away = list(dict.fromkeys(piece.key for piece in plan.pieces if piece.place not in AT_HAND))
         if away:
             self._engine.promotion.cancel()

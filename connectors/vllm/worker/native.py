@@ -152,10 +152,8 @@ class NativeLayers:
 
         With `uploads`, they are there when these are sent.
         """
-        own = uploads or Uploads(self.device)
-        by_group = [own.add(self._slots_in(table, positions)) for table in tables]
-        if own is not uploads:
-            own.send()
+        with self._uploading(uploads) as own:
+            by_group = [own.add(self._slots_in(table, positions)) for table in tables]
         return [by_group[group] for group in self.group_of]
 
     def _slots_in(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -181,20 +179,17 @@ class NativeLayers:
 
         With `uploads`, they can be used when these are sent.
         """
-        own = uploads or Uploads(self.device)
-        none, at = torch.empty(0, device=self.device), own.add(positions)
-        batches = self._batches(positions, at, tables, size, own)
-        rows = PagedRows(positions, at, own.add(tokens[positions]), batches, none, none)
-        if own is not uploads:
-            own.send()
-        return rows
+        with self._uploading(uploads) as own:
+            none, at = torch.empty(0, device=self.device), own.add(positions)
+            batches = self._batches(positions, at, tables, size, own)
+            return PagedRows(positions, at, own.add(tokens[positions]), batches, none, none)
 
     def keep(self, rows: PagedRows, kept: torch.Tensor, tables: Sequence[torch.Tensor], size: int) -> PagedRows:
         """Return copies of the rows at the ascending indices `kept`, after at least one layer has run."""
-        uploads, positions = Uploads(self.device), rows.positions[kept]
-        at, kept = uploads.add(positions), uploads.add(kept)
-        batches = self._batches(positions, at, tables, size, uploads)
-        uploads.send()
+        with self._uploading() as uploads:
+            positions = rows.positions[kept]
+            at, kept = uploads.add(positions), uploads.add(kept)
+            batches = self._batches(positions, at, tables, size, uploads)
         return PagedRows(
             positions,
             at,
@@ -251,6 +246,14 @@ class NativeLayers:
             self._model(rows.tokens[batch.rows], positions)
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _uploading(self, uploads: Uploads | None = None) -> Iterator[Uploads]:
+        """Yield these uploads, which the caller sends, or new ones, which are sent after this block."""
+        own = uploads or Uploads(self.device)
+        yield own
+        if uploads is None:
+            own.send()
 
     def _before(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[Given]]:
         """Return the hidden states `[T, E]` before layer 0 (some models scale embeddings), and what each layer gets."""
