@@ -1,7 +1,7 @@
 """Turns of a conversation, retries and beams go on from what the engine has of a blend; idle steps make it exact."""
 
 import pytest
-from vllm_fakes import BLOCK, DOC_A, DOC_B, Lab, Request, hashes_of, learn, prompt, state_of
+from vllm_fakes import BLOCK, DOC_A, DOC_B, SEPARATOR, Lab, Request, hashes_of, learn, prompt, state_of
 
 from lmc.blend.segments import Placement, Span
 from lmc.connectors.vllm.messages import StepReport
@@ -494,18 +494,6 @@ def test_another_question_waits_for_the_blend_of_its_documents(lab: Lab) -> None
     lab.check()
 
 
-def test_another_question_is_computed_once_revisions_have_cost_half_of_prefill(make) -> None:
-    """As without lmc, the next one then finds the documents in the engine's own cache."""
-    lab = make(blocks=256, slots=32)
-    learn(lab, DOC_A, DOC_B)
-    requests = [lab.serve(f"{number}", other_question(number)) for number in range(600, 605)]
-    assert [request.loaded > 0 for request in requests] == [True, True, False, False, False]
-    assert [(request.facts or {}).get("note") for request in requests[2:]] == [scheduler.REPEATED, None, None]
-    request = lab.arrive("last", other_question(605))
-    assert lab.look(request) > len(DOC_A) + len(DOC_B)
-    lab.finish(request)
-
-
 def test_another_question_is_computed_without_free_blocks_for_copies(make) -> None:
     lab = make(blocks=256, slots=32)
     learn(lab, DOC_A, DOC_B)
@@ -696,6 +684,48 @@ def conversation(lab: Lab, number: int, turns: int, *, idle: bool) -> str:
         lab.settle() if idle else lab.drop_backfills()
         why = why if at else str((request.facts or {}).get("note", ""))
     return why
+
+
+def test_another_question_is_computed_once_revisions_have_cost_what_the_blend_saved(weighing: Lab) -> None:
+    """As without lmc, the next one then finds the documents in the engine's own cache."""
+    requests = []
+    for number in range(600, 605):
+        requests.append(weighing.serve(f"{number}", other_question(number)))
+        weighing.drop_backfills()
+    assert [request.loaded > 0 for request in requests] == [True, True, True, False, False]
+    assert [(request.facts or {}).get("note") for request in requests[2:]] == [None, scheduler.REPEATED, None]
+    request = weighing.arrive("last", other_question(605))
+    assert weighing.look(request) > len(DOC_A) + len(DOC_B)
+    weighing.finish(request)
+
+
+def test_later_turns_share_the_blocks_once_revisions_have_cost_what_the_blend_saved(weighing: Lab) -> None:
+    """An agent of thirty turns computed each of them twice, because the first one had been blended."""
+    turn, notes, revised = chat(DOC_A, DOC_B, DOC_C), [], []
+    for at in range(6):
+        request = weighing.serve(f"{at}", turn, output=[*ANSWER, 9])
+        notes.append((request.facts or {}).get("note"))
+        revised.append(weighing.scheduler.counts["blends"])
+        turn = later_turn(turn)
+        weighing.drop_backfills()
+    assert revised == [1, 2, 3, 3, 3, 3]
+    assert notes == [None, None, None, *[scheduler.NO_CREDIT] * 3]
+    assert weighing.scheduler.counts["blends_continued"] == 5
+    weighing.check()
+
+
+def test_new_documents_of_a_later_turn_pay_for_more_revisions(weighing: Lab) -> None:
+    document = [700 + i for i in range(60)]
+    learn(weighing, document)
+    turn, made = chat(DOC_A, DOC_B), []
+    for at in range(6):
+        if at == 4:
+            turn = [*turn[: -len(NEXT)], *USER, *SEPARATOR, *document, *SEPARATOR, 81, *HEADER]
+        weighing.serve(f"{at}", turn, output=[*ANSWER, 9])
+        made.append(weighing.scheduler.counts["blends"])
+        turn = later_turn(turn)
+        weighing.drop_backfills()
+    assert made == [1, 2, 3, 3, 4, 5]
 
 
 def test_prompts_are_computed_while_conversations_cost_more_with_blends_than_without(

@@ -61,7 +61,7 @@ class OwnBlend:
     end: int  # The blend depends on the tokens before this position.
     documents: bytes  # the exact hash of the last full block of the blend's documents
     by_separators: bool  # Separators mark the blend's documents.
-    spent: float  # tokens that revisions have computed since the documents were first blended; vLLM would have them
+    credit: float  # tokens that the conversation's blends have saved, less those that its revisions have cost
 
     @property
     def stop(self) -> int:
@@ -95,7 +95,7 @@ class OwnBlends:
         salts: Salts,
         origin: Salt,
         by_separators: bool,
-        spent: float = 0.0,
+        credit: float = 0.0,
     ) -> None:
         """Add a blend that depends on the tokens before `end`. `hashes` are the exact hashes of the prompt's blocks.
 
@@ -117,7 +117,7 @@ class OwnBlends:
             end=end,
             documents=hashes[last - 1],
             by_separators=by_separators,
-            spent=spent,
+            credit=credit,
         )
         self._by_documents[blend.documents] = blend
         same = [

@@ -61,10 +61,10 @@ UNPROFITABLE = (
     "stored documents were computed: recent blends cost later requests more than they saved, because the engine was "
     "not idle between them"
 )
+NO_CREDIT = "the earlier blend was not revised for this question, because revisions have cost what it saved"
 LACKS_BLOCKS = "stored documents were computed, because the engine has too few free blocks for a blend"
 RECENT = 1000  # requests whose facts are kept
 BEGUN = 16  # maximal number of tokens that a chat template writes after the header of the next answer
-SPENT_BEFORE_PREFILL = 0.5  # Revisions for other questions compute at most about this share of what prefill computes.
 STEPS_OF_BLENDS = 2  # The prompts of the blends under way have at most as many tokens as this number of steps.
 MAX_TURN_SECONDS = 20.0  # A prompt waits no longer than this for the blends of earlier requests.
 MAX_LEARN_SECONDS = 600.0  # A request to learn waits no longer than this for the engine's blocks.
@@ -834,11 +834,14 @@ class Scheduler:
         """Count the tokens that a blend saves, or those that a revision computes again."""
         work = self.engine.store.cost.in_prefill_tokens(offer)
         if state.revision is None:
-            self._balances.blended(state.salt, offer.tokens - work)
+            saved = offer.tokens - work
+            self._balances.blended(state.salt, saved)
+            state.credit = max(0.0, saved) + (state.continues.credit if state.continues else 0.0)
         else:
             cost = work - (state.request.num_prompt_tokens - state.revision.stop)
             self._balances.followed(state.salt, cost)
-            state.revision.blend.spent += max(0.0, cost)
+            state.revision.blend.credit -= max(0.0, cost)
+            state.credit = state.revision.blend.credit
 
     def _repeats_blend(self, state: RequestState) -> bool:
         """Return whether a prompt begins with all documents of an earlier blend in the same order; it counts once."""
@@ -891,10 +894,12 @@ class Scheduler:
             set_salts(request, blend.salts)
             if (cached := self._cached(request)) > max(exact, blend.first):
                 state.origin, state.blended_before = blend.origin, blend.end
-                if self._asks_another_question(state, blend):
+                asks = self._asks_another_question(state, blend)
+                if asks and self._may_revise(blend):
                     self._revise(state, blend, cached, continues=True)
                     state.question = max(state.question, self._last_question(state, blend))
                 else:
+                    state.add_note(NO_CREDIT if asks else "")
                     self._continue_unchanged(state, blend)
                 return True
             set_salts(request, (), replacing=blend.salts)
@@ -910,14 +915,14 @@ class Scheduler:
     def _asks_about_same_documents(self, state: RequestState, exact: int, documents: Sequence[Span] | None) -> bool:
         """Revise an earlier blend for a new prompt that begins with the same documents and asks something else.
 
-        Once revisions have computed a share of the tokens that prefill would, a prompt is computed instead, and further
-        ones find its blocks in the engine's cache. Returns true if the request revises a blend, or must wait for one.
+        Once revisions have cost what the blend has saved, a prompt is computed instead, and further ones find its
+        blocks in the engine's cache. Returns true if the request revises a blend, or must wait for one.
         """
         request, policy = state.request, state.policy
         if self._groups.windows != (0,) or policy is None or not depends_on_question(policy):
             return False
         blend = self._own_blends.find_same_documents(hashes=state.exact_hashes, documents=documents, policy=policy)
-        if blend is None or (self._weighs_blends and blend.spent >= SPENT_BEFORE_PREFILL * blend.stop):
+        if blend is None or not self._may_revise(blend):
             return False
         if self._is_under_way(blend, state):
             return True
@@ -936,6 +941,10 @@ class Scheduler:
         """
         first = self._states.get(blend.request)
         return first is not None and not first.scheduled and first is not state
+
+    def _may_revise(self, blend: OwnBlend) -> bool:
+        """Return whether the revisions of a blend have cost less than the blend has saved."""
+        return blend.credit > 0 or not self._weighs_blends
 
     def _revise(self, state: RequestState, blend: OwnBlend, cached: int, *, continues: bool) -> None:
         """Plan a revision of a blend, whose salts the request's hashes have. The engine has `cached` tokens of it."""
@@ -1016,7 +1025,7 @@ class Scheduler:
             salts=salts,
             origin=state.origin,
             by_separators=state.options is not None and state.options.documents is None,
-            spent=state.revision.blend.spent if state.revision else 0.0,
+            credit=state.credit,
         )
 
     def _end_of_question(self, state: RequestState) -> int:
