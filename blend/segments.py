@@ -93,6 +93,18 @@ def texts(tokens: Tokens, markers: Markers) -> list[Span]:
     return found
 
 
+def is_result(tokens: Tokens, text: Span, markers: Markers) -> bool:
+    """Return whether a text of `texts` is the result of a tool, by what the chat template writes before it.
+
+    The end of that may belong to the text, such as the name of the role.
+    """
+    return any(
+        tuple(tokens[start : start + len(header)]) == header
+        for header in markers.results
+        for start in range(max(0, text.start - len(header)), text.start)
+    )
+
+
 def last_question(tokens: Tokens, markers: Markers) -> int:
     """Return where the text after the last complete answer of the model begins; 0 without one."""
     answers = _answers(len(tokens), _headers(tokens, markers), markers.answers)

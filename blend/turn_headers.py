@@ -34,6 +34,7 @@ class Content:
     """A placeholder for a text in a conversation."""
 
     speaker: Speaker
+    is_result: bool = False  # the result of a tool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,7 @@ class Boundary:
     before: Speaker | None  # None at the start of the conversation
     after: Speaker
     tokens: tuple[int, ...]
+    before_result: bool = False  # The content after it is the result of a tool.
 
     @property
     def apart(self) -> bool:
@@ -62,6 +64,7 @@ class TurnHeaders:
     special: frozenset[int] = frozenset()  # tokens without the special flag that never occur in a document
     answers: Variants = ()  # headers of the model's answers, longest first
     messages: Variants = ()  # headers of other contents, longest first
+    results: Variants = ()  # what is written only before results of tools, longest first
 
     @classmethod
     def of(cls, tokenizer: Any, special: frozenset[int]) -> "TurnHeaders":
@@ -78,7 +81,12 @@ class TurnHeaders:
         answers = search.answers()
         messages = search.messages(answers)
         messages += search.texts([*answers, *messages], special | needed)
-        return cls(special=frozenset(needed), answers=longest_first(answers), messages=longest_first(messages))
+        return cls(
+            special=frozenset(needed),
+            answers=longest_first(answers),
+            messages=longest_first(messages),
+            results=longest_first(search.results()),
+        )
 
 
 def added_tokens(tokenizer: Any) -> dict[int, str]:
@@ -170,7 +178,7 @@ def _conversations() -> Iterator[Iterable[tuple[list[Message], Message]]]:
 def _message(kind: str) -> Message:
     """Return a message of a role. Answers may have thinking, and may be silent, which means without content."""
     if kind in ("system", "user", "tool"):
-        return {"role": kind, "content": Content(Speaker.OTHERS)}
+        return {"role": kind, "content": Content(Speaker.OTHERS, is_result=kind == "tool")}
     answer: Message = {"role": "assistant", "content": "" if "silent" in kind else Content(Speaker.MODEL)}
     if "thinking" in kind:  # Templates read it under different names.
         thinking = Content(Speaker.MODEL)
@@ -231,7 +239,10 @@ def _boundaries_of(tokenizer: Any, messages: list[Message], options: Message) ->
     for content, (start, stop) in sorted(written.items(), key=lambda item: item[1]):
         if start < end:  # The template writes a content several times.
             return []
-        boundaries.append(Boundary(before=before, after=content.speaker, tokens=tuple(chat[end:start])))
+        boundary = Boundary(
+            before=before, after=content.speaker, tokens=tuple(chat[end:start]), before_result=content.is_result
+        )
+        boundaries.append(boundary)
         end, before = stop, content.speaker
     return boundaries
 
@@ -326,6 +337,23 @@ class _Search:
         texts = self._texts([tokens for tokens in bare if not any(occurrences(tokens, known_headers))])
         return [text for text in texts if not any(_has(tokens, text) for tokens in self._to_model)]
 
+    def results(self) -> set[Header]:
+        """Return what is written only before results of tools: for each such boundary, its shortest end that tells.
+
+        It has a marker. No other boundary ends with it, or with its beginning, to which a content could add the rest.
+        """
+        ends = {boundary: self._without_blanks(boundary.tokens) for boundary in self._boundaries}
+        others = [end for boundary, end in ends.items() if not boundary.before_result]
+
+        def tells(end: Header) -> bool:
+            beginnings = [end[:size] for size in range(1, len(end) + 1)]
+            shared = any(other[-len(beginning) :] == beginning for other in others for beginning in beginnings)
+            return not shared and not self._markers.isdisjoint(end)
+
+        of_results = [end for boundary, end in ends.items() if boundary.before_result]
+        candidates = ([end[-size:] for size in range(1, len(end) + 1)] for end in of_results)
+        return {told for told in (next(filter(tells, sizes), ()) for sizes in candidates) if told}
+
     def _chosen(self, targets: list[Header], tells_always: Tells, tells_in_the_end: Tells) -> list[Header]:
         """Return headers so that each target has one, if possible. Uses texts only for targets without a marker."""
         headers, texts = self._headers(targets), self._texts(targets)
@@ -364,6 +392,11 @@ class _Search:
         """Return the text of tokens. Some tokenizers write a byte, such as a line break, as `<0x0A>`."""
         text = self._tokenizer.decode(list(tokens))
         return BYTE_TOKEN.sub(lambda match: chr(int(match[1], 16)), text)
+
+    def _without_blanks(self, tokens: Header) -> Header:
+        """Return tokens without white space at their end, which some tokenizers join with the content after it."""
+        size = next((size for size in range(len(tokens), 0, -1) if not _is_blank(self._decoded([tokens[size - 1]]))), 0)
+        return tokens[:size]
 
     def _stripped(self, tokens: Tokens) -> Header:
         """Return tokens without leading and trailing white space."""

@@ -146,6 +146,23 @@ def test_the_question_at_the_end_is_not_learned(end: int, stop: int) -> None:
     assert to_learn(tokens, whole, [], PLAIN, ENDS) == [Span(100, stop)]
 
 
+def test_white_space_after_the_question_is_not_taken_for_it() -> None:
+    """Chat templates write a line break between the end of a turn and the header of the next one."""
+    said, question = words(100, 1), words(100, 2)
+    tokens = [USER, *said, END, LINE, USER, *question, END, BLANK, MODEL]
+    assert to_learn(tokens, [Span(0, len(tokens))], [], MARKERS, ENDS) == [Span(1, 101)]
+
+
+def test_the_result_of_a_tool_is_learned_to_its_end() -> None:
+    """A result in JSON has no lines; an agent reads the same file in another session."""
+    said, result = words(100, 1), words(100, 2)
+    tool = Markers(separators=(), special=frozenset({END}), answers=((MODEL,),), messages=((USER,),), results=((USER, 9),))
+    for header, learned in (([USER, 9], [Span(1, 101), Span(103, 204)]), ([USER, 10], [Span(1, 101)])):
+        tokens = [USER, *said, END, *header, *result, END, BLANK, MODEL]
+        assert to_learn(tokens, [Span(0, len(tokens))], [], tool, ENDS) == learned
+    assert to_learn(tokens[:-3], [Span(0, len(tokens))], [], tool, ENDS) == [Span(1, 101)]
+
+
 def test_a_question_that_is_only_a_line_is_not_learned() -> None:
     tokens = words(300, 1)
     assert to_learn(tokens, [Span(100, 300)], [], PLAIN, ENDS) == []

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from lmc.blend.markers import Markers
-from lmc.blend.segments import document_tokens, has_turns, split, texts
+from lmc.blend.segments import document_tokens, has_turns, is_result, split, texts
 from lmc.rag import SEPARATOR
 
 DATA = Path(__file__).parent / "data" / "chat_templates"
@@ -209,6 +209,34 @@ def test_headers_are_as_short_as_they_can_be(family: str, answers: list[str], me
 def joined(tokenizer: Any, tokens: Sequence[int]) -> str:
     """The text of tokens, without the blanks that a small tokenizer decodes beside added tokens."""
     return str(tokenizer.decode(list(tokens))).replace(" ", "")
+
+
+# Other templates know no tools, or write the number of the call between the markers and the result.
+TELL_RESULTS = *ADDED.keys() - {"microsoft-Phi-3.5-mini-instruct"}, "Llama 3", "contents in parts"
+
+
+@pytest.mark.parametrize("family", [*ADDED, *WRITTEN_HERE])
+def test_results_of_tools_are_told_from_questions(family: str) -> None:
+    """What an agent's tool returns is no question, although it is the last message."""
+    tokenizer = tokenizer_of(family)
+    markers = Markers.of(tokenizer, SEPARATOR)
+    call = {"id": "call00009", "type": "function", "function": {"name": "look", "arguments": {"x": "mat"}}}
+    result = {"role": "tool", "tool_call_id": "call00009", "name": "look", "content": TEXTS["cat"]}
+    asks = [{"role": "user", "content": "tool"}]
+    looks = [*asks, {"role": "assistant", "content": "", "tool_calls": [call]}, result]
+    asks_again = [*looks, {"role": "assistant", "content": "It sat."}, *asks]
+    told = []
+    in_parts = family == "contents in parts"
+    for messages in (asks, looks, asks_again):
+        chat = [{**one, "content": [{"type": "text", "text": one["content"]}]} if in_parts else one for one in messages]
+        try:
+            prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False, tools=TOOLS)
+        except Exception:  # noqa: BLE001 - templates raise whatever they like
+            assert not markers.results
+            return
+        said = [text for text in texts(prompt, markers) if joined(tokenizer, prompt[text.start : text.stop]).strip()]
+        told.append(is_result(prompt, said[-1], markers))
+    assert told == [False, family in TELL_RESULTS, False]
 
 
 @pytest.mark.parametrize("mention", ["<think>", "</think>", "<tool_call>"])

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmc.blend.markers import Markers
-from lmc.blend.segments import Span, texts
+from lmc.blend.segments import Span, is_result, texts
 from lmc.documents.finder import BLOCK, as_array, is_periodic, polynomials
 
 WINDOW = BLOCK  # tokens of a window
@@ -132,6 +132,10 @@ class LineEnds:
             newlines += self._of(tokens[at - 2])[0]
         return min(newlines, 2)
 
+    def is_blank(self, tokens: Sequence[int]) -> bool:
+        """Return whether tokens are only white space."""
+        return all(self._of(token)[1] for token in tokens)
+
     def _of(self, token: int) -> tuple[int, bool]:
         """Return the number of newlines at the end of a token, and whether it is only white space."""
         if token not in self._known:
@@ -150,17 +154,21 @@ def to_learn(
 
     Neither `taken` parts of the prompt nor the model's answers are learned. A document begins and ends with a line if
     a line begins or ends nearby, so that the same text is learned from every prompt. The last lines of the last text
-    are the question, and are not learned.
+    are the question, and are not learned, unless this text is the result of a tool.
     """
     free = bytearray(b"\1" * len(tokens) + b"\0")
     for span in taken:
         free[span.start : span.stop] = bytes(len(span))
     repeats = [span for span in repeats if any(len(run) >= MIN_LEARNED - 2 * NEAR for run in _runs(free, span))]
-    if not repeats or not (theirs := texts(tokens, markers)):
+    if not repeats:
+        return []
+    theirs = [text for text in texts(tokens, markers) if not ends.is_blank(tokens[text.start : text.stop])]
+    if not theirs:
         return []
     for before, after in pairwise([Span(0, 0), *theirs, Span(len(tokens), len(tokens))]):
         free[before.stop : after.start] = bytes(after.start - before.stop)
-    asks = max(theirs[-1].start, theirs[-1].stop - WINDOW)
+    latest = theirs[-1]
+    asks = latest.stop if is_result(tokens, latest, markers) else max(latest.start, latest.stop - WINDOW)
     learned: list[Span] = []
     for repeat in repeats:
         for run in _runs(free, Span(max(0, repeat.start - NEAR), min(len(tokens), repeat.stop + NEAR))):
