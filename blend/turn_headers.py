@@ -45,6 +45,7 @@ class Boundary:
     after: Speaker
     tokens: tuple[int, ...]
     before_result: bool = False  # The content after it is the result of a tool.
+    since_model: tuple[int, ...] = ()  # the tokens of all boundaries after the model's last content, except this one
 
     @property
     def apart(self) -> bool:
@@ -138,6 +139,8 @@ TOOLS = [
         },
     }
 ]
+# What a few templates need in addition, tried only with templates that reject every conversation without it.
+VARIABLES: Message = {"functions": "[]", "datetime": "2024-01-01"}
 THINKING: tuple[Message, ...] = (
     {},
     {"enable_thinking": True, "thinking": True},
@@ -147,13 +150,18 @@ THINKING: tuple[Message, ...] = (
 
 def _boundaries(tokenizer: Any) -> Iterator[Boundary]:
     """Yield the boundaries that a tokenizer's chat template writes, in all conversations that it accepts."""
-    for forms in _conversations():
-        for messages, options in forms:
-            variants = messages, _in_parts(messages)
-            boundaries = next(filter(None, (_boundaries_of(tokenizer, variant, options) for variant in variants)), None)
-            if boundaries:
-                yield from boundaries
-                break
+    for variables in ({}, VARIABLES):
+        rendered = False
+        for forms in _conversations():
+            for messages, options in forms:
+                variants = messages, _in_parts(messages)
+                tried = (_boundaries_of(tokenizer, variant, {**options, **variables}) for variant in variants)
+                if boundaries := next(filter(None, tried), None):
+                    rendered = True
+                    yield from boundaries
+                    break
+        if rendered:
+            break
 
 
 def _conversations() -> Iterator[Iterable[tuple[list[Message], Message]]]:
@@ -236,13 +244,19 @@ def _boundaries_of(tokenizer: Any, messages: list[Message], options: Message) ->
         return []
     boundaries: list[Boundary] = []
     end, before = 0, None
+    since_model: Header = ()
     for content, (start, stop) in sorted(written.items(), key=lambda item: item[1]):
         if start < end:  # The template writes a content several times.
             return []
         boundary = Boundary(
-            before=before, after=content.speaker, tokens=tuple(chat[end:start]), before_result=content.is_result
+            before=before,
+            after=content.speaker,
+            tokens=tuple(chat[end:start]),
+            before_result=content.is_result,
+            since_model=since_model,
         )
         boundaries.append(boundary)
+        since_model = () if content.speaker is Speaker.MODEL else since_model + boundary.tokens
         end, before = stop, content.speaker
     return boundaries
 
@@ -324,7 +338,15 @@ class _Search:
         def tells_in_the_end(header: Header) -> bool:
             return header not in answers and not any(any(matches(tokens, header)[-1:]) for tokens in self._to_model)
 
-        return self._chosen(targets, tells_always, tells_in_the_end)
+        # Where nothing tells an answer from the content before it, that content counts as a part of an answer, too.
+        untold = [
+            boundary.since_model
+            for boundary in self._boundaries
+            if boundary.before is Speaker.OTHERS and boundary.after is Speaker.MODEL
+            if not any(occurrences(boundary.tokens, answer_headers))
+        ]
+        chosen = self._chosen(targets, tells_always, tells_in_the_end)
+        return [header for header in chosen if not any(_has(before, header) for before in untold)]
 
     def texts(self, headers: list[Header], special: frozenset[int]) -> list[Header]:
         """Return the texts of boundaries that have neither a header nor a special token."""

@@ -156,7 +156,9 @@ def test_white_space_after_the_question_is_not_taken_for_it() -> None:
 def test_the_result_of_a_tool_is_learned_to_its_end() -> None:
     """A result in JSON has no lines; an agent reads the same file in another session."""
     said, result = words(100, 1), words(100, 2)
-    tool = Markers(separators=(), special=frozenset({END}), answers=((MODEL,),), messages=((USER,),), results=((USER, 9),))
+    tool = Markers(
+        separators=(), special=frozenset({END}), answers=((MODEL,),), messages=((USER,),), results=((USER, 9),)
+    )
     for header, learned in (([USER, 9], [Span(1, 101), Span(103, 204)]), ([USER, 10], [Span(1, 101)])):
         tokens = [USER, *said, END, *header, *result, END, BLANK, MODEL]
         assert to_learn(tokens, [Span(0, len(tokens))], [], tool, ENDS) == learned

@@ -4,6 +4,7 @@
 import functools
 import itertools
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,15 @@ PLAIN = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+# As Apertus writes the results of tools: within an answer, whose rest follows them without a marker.
+RESULTS_IN_ANSWERS = (
+    "{% set ns = namespace(answers=false) %}{% for m in messages %}{% if m.role in ('system', 'user') %}"
+    "{% if ns.answers %}<|assistant_end|>{% set ns.answers = false %}{% endif %}<|user|>{{ m.content }}<|user_end|>"
+    "{% else %}{% if not ns.answers %}<|assistant|>{% set ns.answers = true %}{% endif %}"
+    "{% if m.role == 'tool' %}[{{ m.content }}]{% else %}{{ m.content }}{% if m.tool_calls %}<|tools|>"
+    "{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}<|tools_end|>{% endif %}"
+    "{% endif %}{% endif %}{% endfor %}{% if add_generation_prompt and not ns.answers %}<|assistant|>{% endif %}"
+)
 PARTS = (
     "{% for m in messages %}<|{{ m.role }}|>{% for part in m.content %}{{ part.text }}{% endfor %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -68,10 +78,19 @@ WRITTEN_HERE = {
     "Llama 2": (INST, ["<s>", "</s>"]),
     "plain text": (PLAIN, []),
     "contents in parts": (PARTS, ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"]),
+    "results in answers": (
+        RESULTS_IN_ANSWERS,
+        ["<|user|>", "<|user_end|>", "<|assistant|>", "<|assistant_end|>", "<|tools|>", "<|tools_end|>"],
+    ),
 }
 ADDED: dict[str, dict[str, bool]] = json.loads((DATA / "added_tokens.json").read_text())
 # Every template with the flags that its tokenizer has, and with none
-FAMILIES = [(name, flags) for name in (*ADDED, *WRITTEN_HERE) for flags in ("flags", "no flags")]
+FAMILIES = [
+    (name, flags)
+    for name in (*ADDED, *WRITTEN_HERE)
+    for flags in ("flags", "no flags")
+    if name != "results in answers"  # Nothing is learned of what follows the first call of a tool.
+]
 TEXTS = {animal: f"The {animal} sat on the mat. It slept for 12 hours." for animal in ("cat", "dog", "owl", "bee")}
 SECRETS = "1234", "4321", "5678", "8888", "9999"  # what only the model says
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}]
@@ -148,9 +167,10 @@ def conversations() -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
         yield [*chat, {"role": "user", "content": said("bee")}], {"tools": TOOLS}
 
 
-def rendered(tokenizer: Any) -> Iterator[tuple[str, list[int]]]:
+def rendered(tokenizer: Any, **variables: str) -> Iterator[tuple[str, list[int]]]:
     """The conversations that a template takes, as text and as tokens."""
-    for chat, options in conversations():
+    for chat, given_options in conversations():
+        options = given_options | variables
         in_parts = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in chat]
         for given in (chat, in_parts):
             try:
@@ -162,24 +182,66 @@ def rendered(tokenizer: Any) -> Iterator[tuple[str, list[int]]]:
                 break
 
 
+def learned_of_conversations(
+    tokenizer: Any, **variables: str
+) -> Iterator[tuple[str, list[list[int]], list[list[int]]]]:
+    """Yield conversations, the documents that are learned of each, and those that are in it.
+
+    What repeats may be learned of texts without separators around it, but not of the model's.
+    """
+    markers = Markers.of(tokenizer, SEPARATOR)
+    known = {text: document_tokens(tokenizer.encode, markers, SEPARATOR, text)[0] for text in TEXTS.values()}
+    for text, prompt in rendered(tokenizer, **variables):
+        found = [prompt[one.start : one.stop] for one in split(prompt, markers).documents]
+        others = " ".join(tokenizer.decode(prompt[one.start : one.stop]) for one in texts(prompt, markers))
+        others = "".join((others + " ".join(map(tokenizer.decode, found))).split())  # It writes blanks between tokens.
+        assert not [secret for secret in SECRETS if secret in others], text
+        wanted = sorted((text.index(document), tokens) for document, tokens in known.items() if document in text)
+        yield text, found, [tokens for _, tokens in wanted]
+
+
 @pytest.mark.parametrize(("family", "flags"), FAMILIES)
 def test_only_documents_are_learned_of_conversations(family: str, flags: str) -> None:
     """Role markers without the special flag did not count, so that "My PIN is 1234" was stored as a document."""
-    tokenizer = tokenizer_of(family, flags)
-    markers = Markers.of(tokenizer, SEPARATOR)
-    known = {text: document_tokens(tokenizer.encode, markers, SEPARATOR, text)[0] for text in TEXTS.values()}
-    chats = 0
-    for text, prompt in rendered(tokenizer):
-        found = [prompt[one.start : one.stop] for one in split(prompt, markers).documents]
-        wanted = sorted((text.index(document), tokens) for document, tokens in known.items() if document in text)
-        assert found == [tokens for _, tokens in wanted], text
-        # What repeats may be learned of texts without separators around it, but not of the model's.
-        others = " ".join(tokenizer.decode(prompt[one.start : one.stop]) for one in texts(prompt, markers))
-        others = "".join(others.split())  # This decoder writes blanks between tokens.
-        assert not [secret for secret in SECRETS if secret in others], text
-        assert all("".join(document[:-1].split()) in others for document in TEXTS.values() if document in text)
+    tokenizer, chats = tokenizer_of(family, flags), 0
+    for text, found, wanted in learned_of_conversations(tokenizer):
+        assert found == wanted, text
         chats += 1
     assert chats >= 8
+
+
+def test_answers_that_follow_results_without_a_header_are_not_learned() -> None:
+    """Nor are the results, because nothing tells them from such an answer."""
+    chats = list(learned_of_conversations(tokenizer_of("results in answers")))
+    assert all(document in wanted for _, found, wanted in chats for document in found)
+    assert any(found == wanted for _, found, wanted in chats)
+    assert any(found != wanted for _, found, wanted in chats)
+
+
+# The templates that llama.cpp has in its repository: `make templates`
+TEMPLATES = sorted((Path(__file__).parent.parent / "build" / "templates").glob("*.jinja"))
+MARKS = re.compile(r"<[|｜][^<>\s{}'\"]+[|｜]>|</?[A-Za-z_|][A-Za-z0-9_|]*>|\[/?[A-Z_]{3,}\]")
+# Their texts of several messages follow each other without a marker, or results of tools count as a part of an answer.
+JOINING = "Apertus-8B-Instruct", "NVIDIA-Nemotron-Nano-v2", "mistralai-Mistral-Nemo-Instruct-2407"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not TEMPLATES, reason="make templates fetches them")
+@pytest.mark.parametrize("flags", ["flags", "no flags"])
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
+def test_no_answer_is_learned_with_any_published_template(template: Path, flags: str) -> None:
+    text = template.read_text()
+    names = sorted({*MARKS.findall(text), "<s>", "</s>"})
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(words()))
+    special = {name: flags == "flags" and name.startswith(("<|", "<｜", "<s", "</s")) for name in names}
+    tokenizer.add_tokens([AddedToken(name, special=flag, normalized=False) for name, flag in special.items()])
+    tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token = text, "<s>", "</s>"
+    variables = {"functions": "[]", "datetime": "today"} if "functions" in text and "datetime" in text else {}
+    chats = 0
+    for chat, found, wanted in learned_of_conversations(tokenizer, **variables):
+        assert found == wanted or template.stem in JOINING, chat
+        chats += 1
+    assert chats
 
 
 @pytest.mark.parametrize(
