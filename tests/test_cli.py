@@ -7,7 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from lmc.demo import SHIPPED as SMALL
 from lmc.demo.run import begins
 from lmc.storage.tiers import opening as engine_tiers
 from lmc.storage.tiers.disk import UNBOUNDED, DiskTier
+from lmc.storage.tiers.tier import Entry
 
 SIGNALS = signal.SIGTERM, signal.SIGINT
 
@@ -264,7 +267,8 @@ def test_clear_removes_exactly_the_records_of_one_namespace(tmp_path: Path) -> N
         (["--namespace", "c3"], "no namespace starts with c3: use one of a1a1a1a1a1a1, a1ffa1ffa1ff, b2b2b2b2b2b2"),
         (["--namespace", ""], "use first hex digits"),
         (["--namespace", "../x"], "use first hex digits"),
-        ([], "set the records to remove: --namespace DIGITS, or --all"),
+        ([], "set the records to remove: --namespace DIGITS, --unused DAYS, --keep GIB, or --all"),
+        (["--unused", "1", "--keep", "1"], "set the records to remove"),
         (["--all", "--namespace", "b2"], "set the records to remove"),
     ],
 )
@@ -303,6 +307,53 @@ def test_clear_all_removes_unreadable_records_too_and_the_tier_works_on(tmp_path
     assert lmc("clear", tmp_path, "--all", "--yes")[0] == 0
     assert not any(path.exists() for path in paths)
     assert fill(tmp_path, (0, ONE)) == [paths[0]]
+
+
+def test_clear_removes_the_oldest_records_of_a_shared_directory(tmp_path: Path, unset: pytest.MonkeyPatch) -> None:
+    """No owner evicts there, and a directory has no lifecycle rules as a bucket has."""
+    pytest.importorskip("obstore")
+    unset.setenv("LMC_REMOTE_URL", f"file://{tmp_path}")
+    settings = Settings.load()
+    with closing(engine_tiers.open_remote(settings, settings.remotes[0])) as tier:
+        for number in range(4):
+            meta = meta_of(key_of(number))
+            tier.write(meta, [stored(meta)])
+    paths = [next(tmp_path.rglob(f"{key_of(number).hex()}*")) for number in range(4)]
+    now, size = time.time(), paths[0].stat().st_size
+    for days, path in zip((1, 30, 10, 20), paths, strict=True):
+        os.utime(path, (now, now - days * 86400))
+    assert "removed 0 records" in lmc("clear", "--unused", "5", "--yes")[1], "they were read just now"
+    for days, path in zip((1, 30, 10, 20), paths, strict=True):
+        os.utime(path, (now - days * 86400,) * 2)
+    assert "removed 1 records" in lmc("clear", "--unused", "25", "--yes")[1]
+    assert [path.exists() for path in paths] == [True, False, True, True]
+    code, out, err = lmc("clear", "--keep", f"{1.5 * size / (1 << 30):.12f}", "--yes")
+    assert (code, err, "removed 2 records" in out) == (0, "", True)
+    assert [path.exists() for path in paths] == [True, False, False, False]
+
+
+def test_clear_by_size_leaves_pinned_documents(tmp_path: Path) -> None:
+    paths = fill(tmp_path, (0, ONE), (1, ONE), (2, ONE))
+    lines = [
+        {"id": "a", "pinned": True, "keys": (key_of(0) + key_of(1)).hex()},
+        {"id": "b", "pinned": True, "keys": key_of(2).hex()},
+        {"id": "b", "pinned": False},
+    ]
+    (tmp_path / "documents.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "removed 1 records" in lmc("clear", tmp_path, "--keep", "0", "--yes")[1]
+    assert [path.exists() for path in paths] == [True, True, False]
+    assert json.loads((tmp_path / "documents.jsonl").read_text().splitlines()[0])["id"] == "a"
+
+
+def test_clear_by_age_needs_a_tier_that_knows_when_its_records_were_used(unset: pytest.MonkeyPatch) -> None:
+    remote = DictTier()
+    meta = meta_of(key_of(0))
+    remote.write(meta, [stored(meta)])
+    unset.setattr(remote, "entries", lambda: iter([Entry(key=key_of(0), bytes=1, used=0.0)]))
+    unset.setattr(engine_tiers, "open_remote", lambda settings, url, create=True: remote)
+    unset.setenv("LMC_REMOTE_URL", "redis://cache:6379")
+    code, _, err = lmc("clear", "--unused", "0", "--yes")
+    assert (code, "Redis at cache:6379 does not know when its records were used" in err) == (2, True)
 
 
 def test_clear_refuses_a_tier_that_another_process_uses(tmp_path: Path) -> None:

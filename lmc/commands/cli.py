@@ -209,18 +209,29 @@ def clear(
         typer.Option(help="remove the records of the namespace with these first digits; lmc stat lists them"),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="remove the records of all namespaces")] = False,
+    unused: Annotated[
+        float | None, typer.Option(min=0, metavar="DAYS", help="remove records that were not used for so many days")
+    ] = None,
+    keep: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="GIB", help="remove the least recently used records of each tier beyond this size"),
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="remove without confirmation")] = False,
 ) -> None:
-    """Remove records from a tier: those of one namespace, or all, with their pins. Other files stay."""
-    from lmc.commands.inspect import places
+    """Remove records from a tier: those of one namespace, or all, with their pins. Other files stay.
+
+    --unused and --keep leave pinned documents. A bucket knows only when a record was written.
+    """
+    from lmc.commands.inspect import old_records, places
     from lmc.documents.file import forget_noted
     from lmc.storage.tiers.disk import DiskTier
 
-    if everything == (namespace is not None):
-        raise InputError("set the records to remove: --namespace DIGITS, or --all")
+    if [everything, *(given is not None for given in (namespace, unused, keep))].count(True) != 1:
+        raise InputError("set the records to remove: --namespace DIGITS, --unused DAYS, --keep GIB, or --all")
     with ExitStack() as open_tiers:
         tiers = [(place, open_tiers.enter_context(place.opened(change=True))) for place in places(directory)]
-        doomed = doomed_records(tiers, namespace)
+        by_age = unused is not None or keep is not None
+        doomed = old_records(tiers, unused, keep) if by_age else doomed_records(tiers, namespace)
         count = sum(map(len, doomed.values()))
         names = " and ".join(place.name for place, _ in tiers)
         if not yes:
@@ -228,7 +239,8 @@ def clear(
         removed = sum(tier.delete(key) for place, tier in tiers for key in doomed[place.name])
         for place, tier in tiers:
             if isinstance(tier, DiskTier):  # Otherwise pinned documents would be learned again.
-                forget_noted(tier.root, {key.hex() for key in doomed[place.name]}, namespace or "")
+                whole = None if by_age else namespace or ""
+                forget_noted(tier.root, {key.hex() for key in doomed[place.name]}, whole)
     console().print(Text(f"removed {removed} records from {names}"))
 
 

@@ -5,7 +5,8 @@ record.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,13 +14,17 @@ from pathlib import Path
 from lmc.config.mooncake_url import MooncakeURL
 from lmc.config.remote_url import RemoteURL
 from lmc.config.settings import Settings
+from lmc.documents.file import pinned_keys
 from lmc.errors import ConfigError, CorruptRecord, InputError, TierUnusable
+from lmc.keys import ChunkKey
+from lmc.shapes import GIB
 from lmc.storage.tiers.disk import UNBOUNDED, DiskTier
 from lmc.storage.tiers.record import RecordMeta
 from lmc.storage.tiers.tier import Entry, ListedTier
 
 MAX_ANNOUNCED_KEYS = 500  # headers per request to a tier
 NAMESPACE_DIGITS = 12  # displayed hex digits of a namespace's digest
+DAY = 86400.0  # seconds
 
 Holdings = dict[bytes, list[tuple[Entry, RecordMeta]]]  # digest of a namespace -> its records in a tier
 
@@ -78,6 +83,32 @@ def survey(place: TierLocation) -> tuple[Holdings, int]:
                 with closing(reader):
                     holdings.setdefault(reader.meta.namespace, []).append((entry, reader.meta))
     return holdings, unreadable
+
+
+def old_records(
+    tiers: Sequence[tuple[TierLocation, ListedTier]], unused_days: float | None, keep_gib: float | None
+) -> dict[str, list[ChunkKey]]:
+    """Return the records that were last used before `unused_days`, or that are the oldest ones beyond `keep_gib`.
+
+    Records of pinned documents are left out, and count as used now. The result is by the name of the tier. Raises
+    `InputError` if a tier does not know when its records were used.
+    """
+    before = time.time() - (unused_days or 0.0) * DAY
+    found: dict[str, list[ChunkKey]] = {}
+    for place, tier in tiers:
+        pinned = pinned_keys(tier.root) if isinstance(tier, DiskTier) else set[ChunkKey]()
+        entries = sorted(tier.entries(), key=lambda entry: (entry.key in pinned, entry.used))
+        if any(not entry.used for entry in entries):
+            raise InputError(f"{place.name} does not know when its records were used; it evicts them by itself")
+        beyond = sum(entry.bytes for entry in entries) - (keep_gib or 0.0) * GIB  # bytes
+        doomed = found.setdefault(place.name, [])
+        for entry in entries:
+            is_old = entry.used < before if keep_gib is None else beyond > 0
+            if entry.key in pinned or not is_old:
+                break
+            doomed.append(entry.key)
+            beyond -= entry.bytes
+    return found
 
 
 def find_namespace(prefix: str, namespaces: Iterable[bytes]) -> bytes:

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from lmc.documents.known import KnownDocument, pack_tokens
+from lmc.keys import ChunkKey
 from lmc.small_files import replace_text
 
 FILE = "documents.jsonl"
+KEY = 32  # bytes of a chunk's key
 OF_LAYOUT = re.compile(r"documents-[\d.]+x\d+-\d+-\d+\.jsonl")  # what `file_of_layout` returns
 
 
@@ -61,8 +63,7 @@ def forget_noted(directory: Path, ids: Collection[str], namespace: str | None = 
     Removes the documents with these `ids`, and those whose namespace begins with the hex digits `namespace`. An empty
     `namespace` stands for all.
     """
-    files = directory.glob("documents*.jsonl")
-    for path in [file for file in files if file.name == FILE or OF_LAYOUT.fullmatch(file.name)]:
+    for path in _files(directory):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         entries = list(filter(None, map(parsed, lines)))
         removed = set(ids)
@@ -72,6 +73,27 @@ def forget_noted(directory: Path, ids: Collection[str], namespace: str | None = 
         replace(path, lines)
         if not lines:
             path.unlink()
+
+
+def pinned_keys(directory: Path) -> set[ChunkKey]:
+    """Return the chunks of the pinned documents in the files of a disk tier's directory."""
+    pinned, keys = dict[str, bool](), dict[str, str]()
+    for path in _files(directory):
+        for entry in filter(None, map(parsed, path.read_text(encoding="utf-8", errors="replace").splitlines())):
+            pinned[entry["id"]] = bool(entry.get("pinned"))
+            keys.setdefault(entry["id"], str(entry.get("keys", "")))  # in the first line about a document
+    return {key for document, is_pinned in pinned.items() if is_pinned for key in keys_of(keys[document])}
+
+
+def keys_of(digits: str) -> list[ChunkKey]:
+    """Return the chunks of a document from the hex digits in its line. Raises `ValueError` for other text."""
+    joined = bytes.fromhex(digits)
+    return [ChunkKey(joined[at : at + KEY]) for at in range(0, len(joined), KEY)]
+
+
+def _files(directory: Path) -> list[Path]:
+    files = directory.glob("documents*.jsonl")
+    return [path for path in files if path.name == FILE or OF_LAYOUT.fullmatch(path.name)]
 
 
 def _private(name: str, flags: int) -> int:

@@ -287,9 +287,7 @@ class Keeper(DocumentKeeper):
             return True
         try:
             tokens, namespace = unpack_tokens(entry["tokens"]).tolist(), bytes.fromhex(entry["namespace"])
-            recorded = bytes.fromhex(entry.get("keys", ""))
-            recorded_keys = [ChunkKey(recorded[i : i + 32]) for i in range(0, len(recorded), 32)]
-            keys = self._keys_of(namespace, tokens, recorded_keys)
+            keys = self._keys_of(namespace, tokens, documents_file.keys_of(entry.get("keys", "")))
             expires = float(expires or 0.0)
             if keys[-1].hex() != entry["id"]:  # An earlier process used another chunk_size.
                 self._foreign.append(json.dumps(entry) + "\n")
