@@ -1,7 +1,7 @@
 """Turns of a conversation, retries and beams go on from what the engine has of a blend; idle steps make it exact."""
 
 import pytest
-from vllm_fakes import BLOCK, DOC_A, DOC_B, SEPARATOR, Lab, Request, hashes_of, learn, prompt, state_of
+from vllm_fakes import BLOCK, DOC_A, DOC_B, Lab, Request, hashes_of, learn, prompt, state_of
 
 from lmc.blend.segments import Placement, Span
 from lmc.connectors.vllm.messages import StepReport
@@ -686,7 +686,7 @@ def conversation(lab: Lab, number: int, turns: int, *, idle: bool) -> str:
     return why
 
 
-def test_another_question_is_computed_once_revisions_have_cost_what_the_blend_saved(weighing: Lab) -> None:
+def test_another_question_is_computed_once_revisions_have_cost_half_of_prefill(weighing: Lab) -> None:
     """As without lmc, the next one then finds the documents in the engine's own cache."""
     requests = []
     for number in range(600, 605):
@@ -699,33 +699,48 @@ def test_another_question_is_computed_once_revisions_have_cost_what_the_blend_sa
     weighing.finish(request)
 
 
-def test_later_turns_share_the_blocks_once_revisions_have_cost_what_the_blend_saved(weighing: Lab) -> None:
+def test_a_later_turn_is_computed_once_revisions_have_cost_half_of_prefill(weighing: Lab) -> None:
     """An agent of thirty turns computed each of them twice, because the first one had been blended."""
-    turn, notes, revised = chat(DOC_A, DOC_B, DOC_C), [], []
+    turn, notes, made = chat(DOC_A, DOC_B, DOC_C), [], []
     for at in range(6):
         request = weighing.serve(f"{at}", turn, output=[*ANSWER, 9])
         notes.append((request.facts or {}).get("note"))
-        revised.append(weighing.scheduler.counts["blends"])
-        turn = later_turn(turn)
-        weighing.drop_backfills()
-    assert revised == [1, 2, 3, 3, 3, 3]
-    assert notes == [None, None, None, *[scheduler.NO_CREDIT] * 3]
-    assert weighing.scheduler.counts["blends_continued"] == 5
-    weighing.check()
-
-
-def test_new_documents_of_a_later_turn_pay_for_more_revisions(weighing: Lab) -> None:
-    document = [700 + i for i in range(60)]
-    learn(weighing, document)
-    turn, made = chat(DOC_A, DOC_B), []
-    for at in range(6):
-        if at == 4:
-            turn = [*turn[: -len(NEXT)], *USER, *SEPARATOR, *document, *SEPARATOR, 81, *HEADER]
-        weighing.serve(f"{at}", turn, output=[*ANSWER, 9])
         made.append(weighing.scheduler.counts["blends"])
         turn = later_turn(turn)
         weighing.drop_backfills()
-    assert made == [1, 2, 3, 3, 4, 5]
+    assert made == [1, 2, 3, 3, 3, 3]
+    assert notes == [None, None, None, scheduler.REPEATED, None, None]
+    plain = weighing.arrive("plain", turn, {"blend": False})
+    assert weighing.look(plain) > len(turn) - len(NEXT) - BLOCK, "the last turns are exact, for every request"
+    weighing.finish(plain)
+    weighing.check()
+
+
+def test_turns_that_wait_together_revise_a_blend_only_as_long_as_it_pays(weighing: Lab) -> None:
+    """All of them had planned a revision when they arrived."""
+    first = chat(DOC_A, DOC_B, DOC_C)
+    weighing.serve("first", first, output=[*ANSWER, 9])
+    weighing.drop_backfills()
+    turns = [[*first, *ANSWER, *USER, 80 + number, 81, 82, 83, 84, 85, *HEADER] for number in range(6)]
+    requests = [weighing.arrive(f"{number}", turn) for number, turn in enumerate(turns)]
+    assert all(state_of(weighing, request.request_id).revision is not None for request in requests)
+    for request in requests:
+        weighing.wait(lambda request=request: weighing.admit(request))
+        ended(weighing, request)
+        weighing.drop_backfills()
+    assert weighing.scheduler.counts["blends"] == 3
+    weighing.check()
+
+
+def test_branches_of_a_conversation_share_what_revisions_cost(weighing: Lab) -> None:
+    first = chat(DOC_A, DOC_B, DOC_C)
+    second = later_turn(first)
+    other_second = [*first, *ANSWER, *USER, 86, 81, 82, 83, 84, 85, *HEADER]
+    for name, turn in enumerate((first, second, later_turn(second), other_second)):
+        weighing.serve(f"{name}", turn, output=[*ANSWER, 9])
+        weighing.drop_backfills()
+    assert weighing.scheduler.counts["blends"] == 3
+    weighing.check()
 
 
 def test_prompts_are_computed_while_conversations_cost_more_with_blends_than_without(
@@ -739,7 +754,7 @@ def test_prompts_are_computed_while_conversations_cost_more_with_blends_than_wit
     assert notes == ["", "", "", skipped, skipped, skipped, "", skipped, skipped, skipped, ""]
     counts = weighing.scheduler.counts
     assert counts["blends_skipped"] == 6
-    assert counts["blends_continued"] == 5 * 5, "the later turns of blends that were made are served as before"
+    assert counts["blends_continued"] == 5 * 2, "the later turns of blends that were made are served as before"
     weighing.drop_backfills()
     weighing.check()
 

@@ -46,6 +46,13 @@ def set_salts(request: Any, salts: Salts, *, replacing: Salts = ()) -> None:
         request.update_block_hashes()
 
 
+@dataclass(slots=True)
+class RevisionCost:
+    """What the revisions of a blend have cost, together with those of its revisions."""
+
+    tokens: float = 0.0  # tokens that they have computed, and that vLLM alone would have had
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class OwnBlend:
     """A prompt that this engine has blended."""
@@ -61,7 +68,7 @@ class OwnBlend:
     end: int  # The blend depends on the tokens before this position.
     documents: bytes  # the exact hash of the last full block of the blend's documents
     by_separators: bool  # Separators mark the blend's documents.
-    credit: float  # tokens that the conversation's blends have saved, less those that its revisions have cost
+    revisions: RevisionCost  # shared with the blends that revise it
 
     @property
     def stop(self) -> int:
@@ -95,11 +102,12 @@ class OwnBlends:
         salts: Salts,
         origin: Salt,
         by_separators: bool,
-        credit: float = 0.0,
+        revisions: RevisionCost | None = None,
     ) -> None:
         """Add a blend that depends on the tokens before `end`. `hashes` are the exact hashes of the prompt's blocks.
 
-        `pieces` are its approximate tokens, with those of an earlier blend that it continues.
+        `pieces` are its approximate tokens, with those of an earlier blend that it continues. `revisions` is what the
+        revisions of the blend have cost that this one revises.
         """
         full = min(end // self._block_size, len(hashes))
         if not full:
@@ -117,7 +125,7 @@ class OwnBlends:
             end=end,
             documents=hashes[last - 1],
             by_separators=by_separators,
-            credit=credit,
+            revisions=revisions or RevisionCost(),
         )
         self._by_documents[blend.documents] = blend
         same = [

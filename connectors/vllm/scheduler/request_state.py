@@ -76,7 +76,6 @@ class RequestState:
     follows: bool = False  # The request continues an earlier blend, or asks something else about its documents.
     shared_with_blend: int = 0  # leading tokens shared with an earlier blend; vLLM alone would have them exactly
     continues: OwnBlend | None = None  # the earlier blend whose blocks the request uses as they are
-    credit: float = 0.0  # as in `OwnBlend`, with what this request's own blend saves or costs
     blended_before: int = 0  # number of tokens on which the continued blend depends
     continued: int = 0  # tokens from the engine's own blocks of an earlier blend
     approximate: int | None = None  # From this position on, KV is not exact and is not saved as exact.
@@ -139,9 +138,8 @@ class RequestState:
         return self._stamped
 
     def add_note(self, text: str) -> None:
-        """Append a text to the note of the response, if the note does not have it."""
-        if text not in self.note:
-            self.note = "; ".join(filter(None, (self.note, text)))
+        """Append a text to the note of the response; an empty text adds nothing."""
+        self.note = "; ".join(filter(None, (self.note, text)))
 
     @property
     def mode(self) -> str:

@@ -61,10 +61,10 @@ UNPROFITABLE = (
     "stored documents were computed: recent blends cost later requests more than they saved, because the engine was "
     "not idle between them"
 )
-NO_CREDIT = "the earlier blend was not revised for this question, because revisions have cost what it saved"
 LACKS_BLOCKS = "stored documents were computed, because the engine has too few free blocks for a blend"
 RECENT = 1000  # requests whose facts are kept
 BEGUN = 16  # maximal number of tokens that a chat template writes after the header of the next answer
+REVISED_SHARE = 0.5  # When revisions of a blend have computed this share of its tokens, the next prompt is computed.
 STEPS_OF_BLENDS = 2  # The prompts of the blends under way have at most as many tokens as this number of steps.
 MAX_TURN_SECONDS = 20.0  # A prompt waits no longer than this for the blends of earlier requests.
 MAX_LEARN_SECONDS = 600.0  # A request to learn waits no longer than this for the engine's blocks.
@@ -174,8 +174,7 @@ class Scheduler:
         if request.num_tokens == 1:
             return 0
         state.decodes = False  # A request that decoded before was preempted.
-        if state.revision is not None and not self._can_revise(state, state.revision, local):
-            self._revise_nothing(state, state.revision)
+        if state.revision is not None and not self._still_revises(state, state.revision, local):
             return None
         if state.cached and state.revision is None:
             if local > request.num_tokens - self._few:
@@ -814,7 +813,7 @@ class Scheduler:
         set_salts(request, (), replacing=state.salts)
         state.role, state.salts, state.exact_hashes = Role.EXACT, (), ()
         state.approximate, state.searched, state.blended_before = None, -1, 0
-        state.origin = state.revision = None
+        state.origin = state.revision = state.continues = None
         return False
 
     def _why_computed(self, state: RequestState, match: Match, exact: int) -> str:
@@ -834,18 +833,15 @@ class Scheduler:
         """Count the tokens that a blend saves, or those that a revision computes again."""
         work = self.engine.store.cost.in_prefill_tokens(offer)
         if state.revision is None:
-            saved = offer.tokens - work
-            self._balances.blended(state.salt, saved)
-            state.credit = max(0.0, saved) + (state.continues.credit if state.continues else 0.0)
+            self._balances.blended(state.salt, offer.tokens - work)
         else:
             cost = work - (state.request.num_prompt_tokens - state.revision.stop)
             self._balances.followed(state.salt, cost)
-            state.revision.blend.credit -= max(0.0, cost)
-            state.credit = state.revision.blend.credit
+            state.revision.blend.revisions.tokens += max(0.0, cost)
 
     def _repeats_blend(self, state: RequestState) -> bool:
         """Return whether a prompt begins with all documents of an earlier blend in the same order; it counts once."""
-        state.shared_with_blend = self._own_blends.repeats(state.exact_hashes)
+        state.shared_with_blend = max(state.shared_with_blend, self._own_blends.repeats(state.exact_hashes))
         if state.shared_with_blend:
             self._note_follow_up(state)
         return state.shared_with_blend > 0
@@ -874,8 +870,10 @@ class Scheduler:
         """Continue an earlier blend of the engine, or revise it if the request asks another question.
 
         To continue, the hashes of the request are salted as those of the blend. Both are done only if the engine has
-        more tokens of the blend than the `exact` tokens that are cached or stored otherwise. Returns true if the
-        request continues or revises a blend, or must wait for one that is under way.
+        more tokens of the blend than the `exact` tokens that are cached or stored otherwise. Once revisions have
+        computed a share of the tokens that prefill would, a prompt is computed instead, and further ones find its
+        blocks in the engine's cache. Returns true if the request continues or revises a blend, or must wait for one
+        that is under way.
         """
         request, policy = state.request, state.policy
         assert policy is not None
@@ -893,13 +891,16 @@ class Scheduler:
                 return True
             set_salts(request, blend.salts)
             if (cached := self._cached(request)) > max(exact, blend.first):
-                state.origin, state.blended_before = blend.origin, blend.end
                 asks = self._asks_another_question(state, blend)
-                if asks and self._may_revise(blend):
+                if asks and not self._may_revise(blend):
+                    state.shared_with_blend = cached  # So it is computed.
+                    set_salts(request, (), replacing=blend.salts)
+                    break
+                state.origin, state.blended_before = blend.origin, blend.end
+                if asks:
                     self._revise(state, blend, cached, continues=True)
                     state.question = max(state.question, self._last_question(state, blend))
                 else:
-                    state.add_note(NO_CREDIT if asks else "")
                     self._continue_unchanged(state, blend)
                 return True
             set_salts(request, (), replacing=blend.salts)
@@ -915,8 +916,7 @@ class Scheduler:
     def _asks_about_same_documents(self, state: RequestState, exact: int, documents: Sequence[Span] | None) -> bool:
         """Revise an earlier blend for a new prompt that begins with the same documents and asks something else.
 
-        Once revisions have cost what the blend has saved, a prompt is computed instead, and further ones find its
-        blocks in the engine's cache. Returns true if the request revises a blend, or must wait for one.
+        Returns true if the request revises a blend, or must wait for one.
         """
         request, policy = state.request, state.policy
         if self._groups.windows != (0,) or policy is None or not depends_on_question(policy):
@@ -943,8 +943,8 @@ class Scheduler:
         return first is not None and not first.scheduled and first is not state
 
     def _may_revise(self, blend: OwnBlend) -> bool:
-        """Return whether the revisions of a blend have cost less than the blend has saved."""
-        return blend.credit > 0 or not self._weighs_blends
+        """Return whether the revisions of a blend have cost less than a share of computing its documents exactly."""
+        return not self._weighs_blends or blend.revisions.tokens < REVISED_SHARE * blend.stop
 
     def _revise(self, state: RequestState, blend: OwnBlend, cached: int, *, continues: bool) -> None:
         """Plan a revision of a blend, whose salts the request's hashes have. The engine has `cached` tokens of it."""
@@ -974,6 +974,16 @@ class Scheduler:
         found = last_question(state.request.prompt_token_ids[start:], self._setup.markers)
         return start + found if found else 0
 
+    def _still_revises(self, state: RequestState, revision: Revision, local: int) -> bool:
+        """Return whether a revision is made that was planned when its request arrived; otherwise plan something else."""
+        if not self._may_revise(revision.blend):  # Requests before it have revised the blend, too.
+            self._compute_instead(state, revision)
+            return False
+        if not self._can_revise(state, revision, local):
+            self._revise_nothing(state, revision)
+            return False
+        return True
+
     def _can_revise(self, state: RequestState, revision: Revision, local: int) -> bool:
         """Return whether the engine still has the blocks to copy, and enough free blocks for the copies."""
         blocks, known = self._groups.cached_blocks(revision.blocks_after(local)), local // self._block_size
@@ -994,10 +1004,20 @@ class Scheduler:
             set_salts(state.request, revision.blend.salts)
             self._continue_unchanged(state, revision.blend)
             return
-        state.searched = self._own_blends.changes
         if self._repeats_blend(state) and self._weighs_blends:
-            state.refused = REPEATED
-            state.add_note(REPEATED)
+            self._compute_instead(state, revision)
+        state.searched = self._own_blends.changes
+
+    def _compute_instead(self, state: RequestState, revision: Revision) -> None:
+        """Serve a request exactly instead of with the revision that was planned for it.
+
+        Further requests then find its blocks in the engine's own cache.
+        """
+        self._claims.release(state)
+        state.revision, state.shared_with_blend = None, revision.stop
+        state.searched = self._own_blends.changes
+        state.refused = REPEATED
+        state.add_note(REPEATED)
 
     def _isolate(self, state: RequestState, plan: Plan) -> None:
         """Salt the hashes of a blended request, and record the blend for requests that continue it."""
@@ -1025,7 +1045,7 @@ class Scheduler:
             salts=salts,
             origin=state.origin,
             by_separators=state.options is not None and state.options.documents is None,
-            credit=state.credit,
+            revisions=state.revision.blend.revisions if state.revision else None,
         )
 
     def _end_of_question(self, state: RequestState) -> int:
