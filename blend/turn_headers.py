@@ -45,7 +45,8 @@ class Boundary:
     after: Speaker
     tokens: tuple[int, ...]
     before_result: bool = False  # The content after it is the result of a tool.
-    since_model: tuple[int, ...] = ()  # the tokens of all boundaries after the model's last content, except this one
+    # The tokens of all boundaries after the model's last content, except this one.
+    tokens_since_model: tuple[int, ...] = ()
 
     @property
     def apart(self) -> bool:
@@ -253,7 +254,7 @@ def _boundaries_of(tokenizer: Any, messages: list[Message], options: Message) ->
             after=content.speaker,
             tokens=tuple(chat[end:start]),
             before_result=content.is_result,
-            since_model=since_model,
+            tokens_since_model=since_model,
         )
         boundaries.append(boundary)
         since_model = () if content.speaker is Speaker.MODEL else since_model + boundary.tokens
@@ -339,14 +340,14 @@ class _Search:
             return header not in answers and not any(any(matches(tokens, header)[-1:]) for tokens in self._to_model)
 
         # Where nothing tells an answer from the content before it, that content counts as a part of an answer, too.
-        untold = [
-            boundary.since_model
+        before_unmarked_answers = [
+            boundary.tokens_since_model
             for boundary in self._boundaries
             if boundary.before is Speaker.OTHERS and boundary.after is Speaker.MODEL
             if not any(occurrences(boundary.tokens, answer_headers))
         ]
         chosen = self._chosen(targets, tells_always, tells_in_the_end)
-        return [header for header in chosen if not any(_has(before, header) for before in untold)]
+        return [header for header in chosen if not any(_has(before, header) for before in before_unmarked_answers)]
 
     def texts(self, headers: list[Header], special: frozenset[int]) -> list[Header]:
         """Return the texts of boundaries that have neither a header nor a special token."""
@@ -360,21 +361,31 @@ class _Search:
         return [text for text in texts if not any(_has(tokens, text) for tokens in self._to_model)]
 
     def results(self) -> set[Header]:
-        """Return what is written only before results of tools: for each such boundary, its shortest end that tells.
+        """Return what is written only before results of tools: for each such boundary, the shortest end that tells.
 
-        It has a marker. No other boundary ends with it, or with its beginning, to which a content could add the rest.
+        It has a marker. No other boundary ends with it. Nor does another boundary end with a beginning of it, because
+        the text that follows could be the rest. Ends with a marker as their last token come first: text after that,
+        such as the number of the call, may differ from result to result.
         """
-        ends = {boundary: self._without_blanks(boundary.tokens) for boundary in self._boundaries}
-        others = [end for boundary, end in ends.items() if not boundary.before_result]
+        whole = {boundary: self._without_blanks(boundary.tokens) for boundary in self._boundaries}
+        cut = {boundary: self._up_to_marker(tokens) for boundary, tokens in whole.items()}
+        others = [boundary for boundary in whole if not boundary.before_result]
 
-        def tells(end: Header) -> bool:
-            beginnings = [end[:size] for size in range(1, len(end) + 1)]
-            shared = any(other[-len(beginning) :] == beginning for other in others for beginning in beginnings)
-            return not shared and not self._markers.isdisjoint(end)
+        def telling(tokens: Header, others: Sequence[Header]) -> Iterator[Header]:
+            """Yield the ends of a boundary's tokens that tell it from others, the shortest first."""
+            for size in range(1, len(tokens) + 1):
+                end = tokens[-size:]
+                beginnings = [end[:part] for part in range(1, size + 1)]
+                shared = any(other[-len(beginning) :] == beginning for other in others for beginning in beginnings)
+                if not shared and not self._markers.isdisjoint(end):
+                    yield end
 
-        of_results = [end for boundary, end in ends.items() if boundary.before_result]
-        candidates = ([end[-size:] for size in range(1, len(end) + 1)] for end in of_results)
-        return {told for told in (next(filter(tells, sizes), ()) for sizes in candidates) if told}
+        found = set[Header]()
+        for boundary in whole.keys() - others:
+            of_cut = telling(cut[boundary], [ends[other] for ends in (cut, whole) for other in others])
+            of_whole = telling(whole[boundary], [whole[other] for other in others])
+            found |= set(itertools.islice(itertools.chain(of_cut, of_whole), 1))
+        return found
 
     def _chosen(self, targets: list[Header], tells_always: Tells, tells_in_the_end: Tells) -> list[Header]:
         """Return headers so that each target has one, if possible. Uses texts only for targets without a marker."""
@@ -419,6 +430,10 @@ class _Search:
         """Return tokens without white space at their end, which some tokenizers join with the content after it."""
         size = next((size for size in range(len(tokens), 0, -1) if not _is_blank(self._decoded([tokens[size - 1]]))), 0)
         return tokens[:size]
+
+    def _up_to_marker(self, tokens: Header) -> Header:
+        """Return tokens up to their last marker; no tokens without one."""
+        return tokens[: max((at + 1 for at, token in enumerate(tokens) if token in self._markers), default=0)]
 
     def _stripped(self, tokens: Tokens) -> Header:
         """Return tokens without leading and trailing white space."""

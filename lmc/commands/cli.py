@@ -210,7 +210,8 @@ def clear(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="remove the records of all namespaces")] = False,
     unused: Annotated[
-        float | None, typer.Option(min=0, metavar="DAYS", help="remove records that were not used for so many days")
+        float | None,
+        typer.Option(min=0, metavar="DAYS", help="remove records that were not used for so many days"),
     ] = None,
     keep: Annotated[
         float | None,
@@ -218,9 +219,10 @@ def clear(
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="remove without confirmation")] = False,
 ) -> None:
-    """Remove records from a tier: those of one namespace, or all, with their pins. Other files stay.
+    """Remove records from a tier: those of one namespace, old ones, or all. Other files stay.
 
-    --unused and --keep leave pinned documents. A bucket knows only when a record was written.
+    --namespace and --all remove pins, too. --unused and --keep leave the records of documents that are pinned on the
+    disk. Buckets and shared directories only know when a record was written, and that counts as its use.
     """
     from lmc.commands.inspect import old_records, places
     from lmc.documents.file import forget_noted
@@ -235,13 +237,12 @@ def clear(
         count = sum(map(len, doomed.values()))
         names = " and ".join(place.name for place, _ in tiers)
         if not yes:
-            typer.confirm(f"Remove {count} records from {names}?", abort=True)
+            typer.confirm(f"Remove {counted(count, 'record')} from {names}?", abort=True)
         removed = sum(tier.delete(key) for place, tier in tiers for key in doomed[place.name])
         for place, tier in tiers:
-            if isinstance(tier, DiskTier):  # Otherwise pinned documents would be learned again.
-                whole = None if by_age else namespace or ""
-                forget_noted(tier.root, {key.hex() for key in doomed[place.name]}, whole)
-    console().print(Text(f"removed {removed} records from {names}"))
+            if isinstance(tier, DiskTier) and not by_age:  # Otherwise pinned documents would be learned again.
+                forget_noted(tier.root, {key.hex() for key in doomed[place.name]}, namespace or "")
+    console().print(Text(f"removed {counted(removed, 'record')} from {names}"))
 
 
 @app.command()

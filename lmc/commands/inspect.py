@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lmc.config.mooncake_url import MooncakeURL
-from lmc.config.remote_url import RemoteURL
+from lmc.config.remote_url import ObjectURL, RemoteURL
 from lmc.config.settings import Settings
 from lmc.documents.file import pinned_keys
 from lmc.errors import ConfigError, CorruptRecord, InputError, TierUnusable
@@ -35,6 +35,7 @@ class TierLocation:
 
     name: str
     open: Callable[[bool], ListedTier]  # True: for changes; raises TierUnusable if another process owns it
+    evicts: bool = False  # The store evicts by itself, and may not know when records were used.
 
     @contextmanager
     def opened(self, *, change: bool = False) -> Iterator[ListedTier]:
@@ -90,24 +91,24 @@ def old_records(
 ) -> dict[str, list[ChunkKey]]:
     """Return the records that were last used before `unused_days`, or that are the oldest ones beyond `keep_gib`.
 
-    Records of pinned documents are left out, and count as used now. The result is by the name of the tier. Raises
-    `InputError` if a tier does not know when its records were used.
+    Records of documents that are pinned on one of the tiers are left out, and count for the size. The result is by the
+    name of the tier. Raises `InputError` for tiers that evict by themselves.
     """
     before = time.time() - (unused_days or 0.0) * DAY
+    pinned = {key for _, tier in tiers if isinstance(tier, DiskTier) for key in pinned_keys(tier.root)}
     found: dict[str, list[ChunkKey]] = {}
     for place, tier in tiers:
-        pinned = pinned_keys(tier.root) if isinstance(tier, DiskTier) else set[ChunkKey]()
-        entries = sorted(tier.entries(), key=lambda entry: (entry.key in pinned, entry.used))
-        if any(not entry.used for entry in entries):
-            raise InputError(f"{place.name} does not know when its records were used; it evicts them by itself")
+        if place.evicts:
+            raise InputError(f"{place.name} evicts by itself, and does not say when its records were used")
+        entries = list(tier.entries())  # least recently used first
         beyond = sum(entry.bytes for entry in entries) - (keep_gib or 0.0) * GIB  # bytes
         doomed = found.setdefault(place.name, [])
         for entry in entries:
-            is_old = entry.used < before if keep_gib is None else beyond > 0
-            if entry.key in pinned or not is_old:
+            if not (entry.used < before if keep_gib is None else beyond > 0):
                 break
-            doomed.append(entry.key)
-            beyond -= entry.bytes
+            if entry.key not in pinned:
+                doomed.append(entry.key)
+                beyond -= entry.bytes
     return found
 
 
@@ -135,4 +136,5 @@ def _remote(settings: Settings, remote: RemoteURL) -> TierLocation:
 
     if isinstance(remote, MooncakeURL):  # A command must not give memory that is gone when it ends.
         remote = replace(remote, global_segment_size=0)
-    return TierLocation(str(remote), lambda _: open_remote(settings, remote, create=False))
+    evicts = not isinstance(remote, ObjectURL)
+    return TierLocation(str(remote), lambda _: open_remote(settings, remote, create=False), evicts=evicts)

@@ -76,13 +76,16 @@ def forget_noted(directory: Path, ids: Collection[str], namespace: str | None = 
 
 
 def pinned_keys(directory: Path) -> set[ChunkKey]:
-    """Return the chunks of the pinned documents in the files of a disk tier's directory."""
-    pinned, keys = dict[str, bool](), dict[str, str]()
+    """Return the chunks of the documents that one of the files in a disk tier's directory pins."""
+    found = set[ChunkKey]()
     for path in _files(directory):
+        pinned, keys = dict[str, bool](), dict[str, list[ChunkKey]]()
         for entry in filter(None, map(parsed, path.read_text(encoding="utf-8", errors="replace").splitlines())):
-            pinned[entry["id"]] = bool(entry.get("pinned"))
-            keys.setdefault(entry["id"], str(entry.get("keys", "")))  # in the first line about a document
-    return {key for document, is_pinned in pinned.items() if is_pinned for key in keys_of(keys[document])}
+            with suppress(ValueError, TypeError):  # lmc did not write this line.
+                keys.setdefault(entry["id"], keys_of(entry["id"])).extend(keys_of(entry.get("keys", "")))
+                pinned[entry["id"]] = entry.get("pinned") is True
+        found.update(*(keys[document] for document, is_pinned in pinned.items() if is_pinned))
+    return found
 
 
 def keys_of(digits: str) -> list[ChunkKey]:

@@ -975,7 +975,7 @@ class Scheduler:
         return start + found if found else 0
 
     def _still_revises(self, state: RequestState, revision: Revision, local: int) -> bool:
-        """Return whether a revision is made that was planned when its request arrived; otherwise plan something else."""
+        """Return whether a revision is made that was planned when its request arrived. If not, plan something else."""
         if not self._may_revise(revision.blend):  # Requests before it have revised the blend, too.
             self._compute_instead(state, revision)
             return False

@@ -192,21 +192,13 @@ class ObjectTier(PoolTier):
         return there
 
     def entries(self) -> Iterator[Entry]:
-        """Return the records, first used first. A bucket knows only when an object was written.
-
-        File systems note when a file is read, most of them once a day at least.
-        """
-        root = Path(str(self._store.prefix)) if isinstance(self._store, LocalStore) else None
+        """Return the records, first written first: an object store does not know when an object was last read."""
         found, stream = list[Entry](), self._store.list(f"{self._folder}/", chunk_size=LISTED).__aiter__()
         while page := self._answer(self._calls.begin(_next_page(stream)), LIST_SECONDS):
             for one in page:
                 if match := self._ours.fullmatch(one["path"]):
                     key = ChunkKey(bytes.fromhex(match[1]))
-                    used = one["last_modified"].timestamp()
-                    if root is not None:
-                        with contextlib.suppress(OSError):
-                            used = max(used, (root / one["path"]).stat().st_atime)
-                    found.append(Entry(key=key, bytes=one["size"], used=used))
+                    found.append(Entry(key=key, bytes=one["size"], used=one["last_modified"].timestamp()))
         return iter(sorted(found, key=lambda entry: entry.used))
 
     def check(self, fix: bool = False) -> list[Finding]:
