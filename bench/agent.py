@@ -1,6 +1,6 @@
 """An agent's conversations whose context is dropped twice, with `blend_find: repeated`: what is reused of what moves.
 
-    python bench/agent.py [--model small|smollm2|both] [--load-policy auto] [--rows FILE]
+    python bench/agent.py [--model small|smollm2|both] [--load-policy always] [--rows FILE]
 
 An agent reads files of this repository and runs commands, one in each turn, through messages in the model's chat
 template: 30 turns of SmolLM2, 20 of the small model, which has half the context. Twice it replaces its oldest turns by
@@ -233,7 +233,7 @@ def main() -> None:
     arguments = parser(__doc__, "agent")
     arguments.add_argument("--model", choices=(SMALL, SMOLLM2, "both"), default="both")
     arguments.add_argument("--think", type=float, default=4.0, help="seconds between two turns")
-    arguments.add_argument("--load-policy", choices=("auto", "always"), default="always")
+    arguments.add_argument("--load-policy", choices=("auto", "always"), default="auto")
     arguments.add_argument("--rows", type=Path, help="write what was measured of each turn, as lines of JSON")
     options: argparse.Namespace = arguments.parse_args()
     print(machine())
