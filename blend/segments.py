@@ -105,6 +105,17 @@ def is_result(tokens: Tokens, text: Span, markers: Markers) -> bool:
     )
 
 
+def ends_with_result(tokens: Tokens, markers: Markers, is_blank: Callable[[Tokens], bool]) -> bool:
+    """Return whether the last text of a prompt is the result of a tool, which asks nothing.
+
+    `is_blank` says whether tokens are only white space, such as what a template writes after a message.
+    """
+    last = next(
+        (text for text in reversed(texts(tokens, markers)) if not is_blank(tokens[text.start : text.stop])), None
+    )
+    return last is not None and is_result(tokens, last, markers)
+
+
 def last_question(tokens: Tokens, markers: Markers) -> int:
     """Return where the text after the last complete answer of the model begins; 0 without one."""
     answers = _answers(len(tokens), _headers(tokens, markers), markers.answers)

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from lmc.blend.markers import Markers
-from lmc.blend.segments import document_tokens, has_turns, is_result, split, texts
+from lmc.blend.segments import document_tokens, ends_with_result, has_turns, split, texts
 from lmc.rag import SEPARATOR
 
 DATA = Path(__file__).parent / "data" / "chat_templates"
@@ -309,8 +309,7 @@ def test_results_of_tools_are_told_from_questions(family: str) -> None:
         except Exception:  # noqa: BLE001 - templates raise whatever they like
             assert not markers.results
             return
-        said = [text for text in texts(prompt, markers) if joined(tokenizer, prompt[text.start : text.stop]).strip()]
-        told.append(is_result(prompt, said[-1], markers))
+        told.append(ends_with_result(prompt, markers, lambda tokens: not joined(tokenizer, tokens).strip()))
     assert told == [False, family in TELL_RESULTS, False]
 
 

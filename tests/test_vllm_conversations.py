@@ -1,5 +1,7 @@
 """Turns of a conversation, retries and beams go on from what the engine has of a blend; idle steps make it exact."""
 
+from types import SimpleNamespace
+
 import pytest
 from vllm_fakes import BLOCK, DOC_A, DOC_B, Lab, Request, hashes_of, learn, prompt, state_of
 
@@ -361,6 +363,25 @@ def test_a_step_of_a_beam_search_revises_nothing(lab: Lab) -> None:
     assert lab.admit(beam) == 0
     lab.compute(beam, beam.num_tokens - beam.num_computed_tokens)
     lab.finish(beam)
+
+
+@pytest.mark.parametrize(("role", "blanks", "revised"), [((1, 9), 1, False), ((1, 9), 4, False), (USER, 1, True)])
+def test_the_result_of_a_tool_asks_nothing(make, role: tuple[int, ...], blanks: int, revised: bool) -> None:
+    """An agent's turns would each be computed twice. A template may write white space after a message."""
+    tokenizer = SimpleNamespace(decode=lambda tokens: "".join(" " if token == 4 else "word" for token in tokens))
+    settings = {"load_policy": "always"}
+    headers = {"answers": (HEADER,), "messages": (USER, (1, 9)), "results": ((1, 9),)}
+    lab = make(blocks=256, slots=32, settings=settings, tokenizer=tokenizer, special=frozenset({5}), **headers)
+    learn(lab, DOC_A, DOC_B, DOC_C)
+    turn, _ = asked(lab)
+    turn = [*turn[: -len(NEXT)], *USER, 86, 5, *HEADER, 87, *role, 80, 81, 82, 83, 5, *[4] * blanks, *HEADER]
+    request = lab.arrive("second", turn)
+    assert (state_of(lab, "second").revision is not None) == revised
+    lab.wait(lambda: lab.admit(request) is not None or None)
+    assert len(lab.step().loads) == revised
+    ended(lab, request)
+    assert lab.scheduler.counts["blends"] == 1 + revised
+    lab.drop_backfills()
 
 
 def test_new_documents_of_a_later_turn_are_blended_with_the_revision(lab: Lab) -> None:

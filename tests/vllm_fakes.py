@@ -324,6 +324,7 @@ class Lab:
         special=frozenset({1}),
         answers=(),
         messages=(),
+        results=(),
         trace=None,
         tokenizer=None,
         windows=(0,),
@@ -361,7 +362,9 @@ class Lab:
             windows=windows,
             stages=layers_of_stages(facts),
             ranks=ranks,
-            markers=Markers(separators=(SEPARATOR,), special=special, answers=answers, messages=messages),
+            markers=Markers(
+                separators=(SEPARATOR,), special=special, answers=answers, messages=messages, results=results
+            ),
             blends=blends,
             tokenizer=tokenizer,
             trace=trace,

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lmc.blend.segments import Placement, Span, last_question
+from lmc.blend.segments import Placement, Span, ends_with_result, last_question
 from lmc.blend.strategies import NEEDS_QUESTION
 from lmc.blend.turn_headers import occurrences
 from lmc.connectors.vllm.messages import BLEND_SHARE, StepPlan, StepReport
@@ -65,6 +65,7 @@ LACKS_BLOCKS = "stored documents were computed, because the engine has too few f
 RECENT = 1000  # requests whose facts are kept
 BEGUN = 16  # maximal number of tokens that a chat template writes after the header of the next answer
 REVISED_SHARE = 0.5  # When revisions of a blend have computed this share of its tokens, the next prompt is computed.
+BLANKS = 4  # maximal number of tokens of white space that a chat template writes after a message
 STEPS_OF_BLENDS = 2  # The prompts of the blends under way have at most as many tokens as this number of steps.
 MAX_TURN_SECONDS = 20.0  # A prompt waits no longer than this for the blends of earlier requests.
 MAX_LEARN_SECONDS = 600.0  # A request to learn waits no longer than this for the engine's blocks.
@@ -956,12 +957,20 @@ class Scheduler:
     def _asks_another_question(self, state: RequestState, blend: OwnBlend) -> bool:
         """Return whether a request continues a blend with another question, which the blend is revised for.
 
-        A retry or a step of a beam search continues the same answer, without the header of another one.
+        A retry or a step of a beam search continues the same answer, without the header of another one. The next turn
+        of an agent brings the result of a tool, and the task is the one that the blend was made for.
         """
-        if self._groups.windows != (0,) or not depends_on_question(blend.policy):
+        markers, prompt = self._setup.markers, state.request.prompt_token_ids
+        if markers is None or self._groups.windows != (0,) or not depends_on_question(blend.policy):
             return False
-        headers = self._setup.markers.answers if self._setup.markers else ()
-        return next(iter(occurrences(state.request.prompt_token_ids[blend.end :], headers)), None) is not None
+        if next(iter(occurrences(prompt[blend.end :], markers.answers)), None) is None:
+            return False
+        return not (markers.results and ends_with_result(prompt[blend.end :], markers, self._is_blank))
+
+    def _is_blank(self, tokens: Sequence[int]) -> bool:
+        """Return whether tokens are only white space. Texts of more than a few tokens are not looked at."""
+        tokenizer = self._setup.tokenizer
+        return len(tokens) <= BLANKS and tokenizer is not None and not tokenizer.decode(list(tokens)).strip()
 
     def _last_question(self, state: RequestState, blend: OwnBlend) -> int:
         """Return where the question begins with which a request continues a blend; 0 if it is unknown.
