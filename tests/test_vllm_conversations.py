@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from vllm_fakes import BLOCK, DOC_A, DOC_B, Lab, Request, hashes_of, learn, prompt, state_of
+from vllm_fakes import BLOCK, DOC_A, DOC_B, SEPARATOR, Lab, Request, hashes_of, learn, prompt, state_of
 
 from lmc.blend.segments import Placement, Span
 from lmc.connectors.vllm.messages import StepReport
@@ -734,6 +734,24 @@ def test_a_later_turn_is_computed_once_revisions_have_cost_half_of_prefill(weigh
     plain = weighing.arrive("plain", turn, {"blend": False})
     assert weighing.look(plain) > len(turn) - len(NEXT) - BLOCK, "the last turns are exact, for every request"
     weighing.finish(plain)
+    weighing.check()
+
+
+def test_new_documents_are_blended_after_a_turn_that_was_computed(weighing: Lab) -> None:
+    """Each of the earlier revisions had one more turn computed, although the engine had their documents exactly."""
+    document = [700 + i for i in range(60)]
+    learn(weighing, document)
+    turn = chat(DOC_A, DOC_B, DOC_C)
+    for at in range(4):
+        weighing.serve(f"{at}", turn, output=[*ANSWER, 9])
+        turn = later_turn(turn)
+        weighing.drop_backfills()
+    assert weighing.scheduler.counts["blends"] == 3, "the fourth turn is computed"
+    turn = [*turn[: -len(NEXT)], *USER, *SEPARATOR, *document, *SEPARATOR, 81, *HEADER]
+    request = weighing.serve("new document", turn)
+    assert (request.facts or {}).get("note") is None
+    assert weighing.scheduler.counts["blends"] == 4
+    weighing.drop_backfills()
     weighing.check()
 
 

@@ -825,7 +825,7 @@ class Scheduler:
         repeats = self._repeats_blend(state)
         if not self._weighs_blends:
             return ""
-        if repeats:
+        if repeats and state.shared_with_blend > exact:
             return REPEATED
         stored = any(piece.stop > exact and piece.place for document in match.documents for piece in document.pieces)
         return UNPROFITABLE if stored and not self._balances.allows_blend(state.salt) else ""
