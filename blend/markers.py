@@ -48,7 +48,7 @@ class Markers:
     special: frozenset[int] = frozenset()  # tokens that never occur in a document: role markers, BOS, EOS
     answers: Variants = ()  # headers that a chat template writes before answers of the model, longest first
     messages: Variants = ()  # headers before other contents, which end an answer, longest first
-    results: Variants = ()  # what a chat template writes only before results of tools, longest first
+    results: Variants = ()  # headers that a chat template writes only before results of tools, longest first
 
     @classmethod
     def of(cls, tokenizer: Any, special_string: str) -> "Markers":

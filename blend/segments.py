@@ -94,9 +94,9 @@ def texts(tokens: Tokens, markers: Markers) -> list[Span]:
 
 
 def is_result(tokens: Tokens, text: Span, markers: Markers) -> bool:
-    """Return whether a text of `texts` is the result of a tool, by what the chat template writes before it.
+    """Return whether a text of `texts` is the result of a tool, by the header that the chat template writes before it.
 
-    The end of that may belong to the text, such as the name of the role.
+    The header may end within the text: with ChatML, the name of the role counts as text.
     """
     return any(
         tuple(tokens[start : start + len(header)]) == header
@@ -108,12 +108,12 @@ def is_result(tokens: Tokens, text: Span, markers: Markers) -> bool:
 def ends_with_result(tokens: Tokens, markers: Markers, is_blank: Callable[[Tokens], bool]) -> bool:
     """Return whether the last text of a prompt is the result of a tool, which asks nothing.
 
-    `is_blank` says whether tokens are only white space, such as what a template writes after a message.
+    Texts of white space do not count, because a template may write a line break after a message. `is_blank` tells them.
     """
-    last = next(
-        (text for text in reversed(texts(tokens, markers)) if not is_blank(tokens[text.start : text.stop])), None
-    )
-    return last is not None and is_result(tokens, last, markers)
+    if not markers.results:
+        return False
+    said = (text for text in reversed(texts(tokens, markers)) if not is_blank(tokens[text.start : text.stop]))
+    return any(is_result(tokens, text, markers) for text in itertools.islice(said, 1))
 
 
 def last_question(tokens: Tokens, markers: Markers) -> int:

@@ -45,8 +45,7 @@ class Boundary:
     after: Speaker
     tokens: tuple[int, ...]
     before_result: bool = False  # The content after it is the result of a tool.
-    # The tokens of all boundaries after the model's last content, except this one.
-    tokens_since_model: tuple[int, ...] = ()
+    tokens_since_model: tuple[int, ...] = ()  # of the boundaries between the model's last content and this boundary
 
     @property
     def apart(self) -> bool:
@@ -66,12 +65,12 @@ class TurnHeaders:
     special: frozenset[int] = frozenset()  # tokens without the special flag that never occur in a document
     answers: Variants = ()  # headers of the model's answers, longest first
     messages: Variants = ()  # headers of other contents, longest first
-    results: Variants = ()  # what is written only before results of tools, longest first
+    results: Variants = ()  # headers of results of tools, longest first
 
     @classmethod
     def of(cls, tokenizer: Any, special: frozenset[int]) -> "TurnHeaders":
         """Return the turn headers of a tokenizer. The tokens `special` never occur in a document."""
-        boundaries = list(dict.fromkeys(_boundaries(tokenizer)))
+        boundaries = [*dict.fromkeys(_boundaries(tokenizer, {}))] or [*dict.fromkeys(_boundaries(tokenizer, VARIABLES))]
         names = added_tokens(tokenizer)
         # Templates also write added tokens inside answers, such as <think>. A text with such a token may still be a
         # document, because answers are found by their headers.
@@ -149,20 +148,15 @@ THINKING: tuple[Message, ...] = (
 )
 
 
-def _boundaries(tokenizer: Any) -> Iterator[Boundary]:
-    """Yield the boundaries that a tokenizer's chat template writes, in all conversations that it accepts."""
-    for variables in ({}, VARIABLES):
-        rendered = False
-        for forms in _conversations():
-            for messages, options in forms:
-                variants = messages, _in_parts(messages)
-                tried = (_boundaries_of(tokenizer, variant, {**options, **variables}) for variant in variants)
-                if boundaries := next(filter(None, tried), None):
-                    rendered = True
-                    yield from boundaries
-                    break
-        if rendered:
-            break
+def _boundaries(tokenizer: Any, options: Message) -> Iterator[Boundary]:
+    """Yield the boundaries that a chat template writes, in all conversations that it accepts with these `options`."""
+    for forms in _conversations():
+        for messages, of_form in forms:
+            variants = messages, _in_parts(messages)
+            tried = (_boundaries_of(tokenizer, variant, {**of_form, **options}) for variant in variants)
+            if boundaries := next(filter(None, tried), None):
+                yield from boundaries
+                break
 
 
 def _conversations() -> Iterator[Iterable[tuple[list[Message], Message]]]:
@@ -245,7 +239,7 @@ def _boundaries_of(tokenizer: Any, messages: list[Message], options: Message) ->
         return []
     boundaries: list[Boundary] = []
     end, before = 0, None
-    since_model: Header = ()
+    tokens_since_model: Header = ()
     for content, (start, stop) in sorted(written.items(), key=lambda item: item[1]):
         if start < end:  # The template writes a content several times.
             return []
@@ -254,10 +248,10 @@ def _boundaries_of(tokenizer: Any, messages: list[Message], options: Message) ->
             after=content.speaker,
             tokens=tuple(chat[end:start]),
             before_result=content.is_result,
-            tokens_since_model=since_model,
+            tokens_since_model=tokens_since_model,
         )
         boundaries.append(boundary)
-        since_model = () if content.speaker is Speaker.MODEL else since_model + boundary.tokens
+        tokens_since_model = () if content.speaker is Speaker.MODEL else tokens_since_model + boundary.tokens
         end, before = stop, content.speaker
     return boundaries
 
@@ -361,18 +355,19 @@ class _Search:
         return [text for text in texts if not any(_has(tokens, text) for tokens in self._to_model)]
 
     def results(self) -> set[Header]:
-        """Return what is written only before results of tools: for each such boundary, the shortest end that tells.
+        """Return the headers of results of tools.
 
-        It has a marker. No other boundary ends with it. Nor does another boundary end with a beginning of it, because
-        the text that follows could be the rest. Ends with a marker as their last token come first: text after that,
-        such as the number of the call, may differ from result to result.
+        The header of a result is the shortest end of the boundary before it that has a marker, and that no other
+        boundary has. No other boundary ends with a beginning of the header, either: the content after it could continue
+        it. The header has text after its last marker only if the markers do not suffice, because the name of the tool
+        or the number of the call may differ from result to result.
         """
         whole = {boundary: self._without_blanks(boundary.tokens) for boundary in self._boundaries}
         cut = {boundary: self._up_to_marker(tokens) for boundary, tokens in whole.items()}
         others = [boundary for boundary in whole if not boundary.before_result]
 
         def telling(tokens: Header, others: Sequence[Header]) -> Iterator[Header]:
-            """Yield the ends of a boundary's tokens that tell it from others, the shortest first."""
+            """Yield the ends of a boundary's tokens that `others` do not have, the shortest first."""
             for size in range(1, len(tokens) + 1):
                 end = tokens[-size:]
                 beginnings = [end[:part] for part in range(1, size + 1)]

@@ -292,7 +292,7 @@ TELL_RESULTS = *ADDED.keys() - {"microsoft-Phi-3.5-mini-instruct"}, "Llama 3", "
 
 @pytest.mark.parametrize("family", [*ADDED, *WRITTEN_HERE])
 def test_results_of_tools_are_told_from_questions(family: str) -> None:
-    """What an agent's tool returns is no question, although it is the last message."""
+    """What an agent's tool returns asks nothing, although it is the last message."""
     tokenizer = tokenizer_of(family)
     markers = Markers.of(tokenizer, SEPARATOR)
     call = {"id": "call00009", "type": "function", "function": {"name": "look", "arguments": {"x": "mat"}}}

@@ -4,6 +4,7 @@ Inspection changes nothing on a disk, even if another process owns it. In Redis,
 record.
 """
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -89,22 +90,22 @@ def survey(place: TierLocation) -> tuple[Holdings, int]:
 def old_records(
     tiers: Sequence[tuple[TierLocation, ListedTier]], unused_days: float | None, keep_gib: float | None
 ) -> dict[str, list[ChunkKey]]:
-    """Return the records that were last used before `unused_days`, or that are the oldest ones beyond `keep_gib`.
+    """Return the keys of the records that were not used for `unused_days`, or the oldest ones beyond `keep_gib`.
 
-    Records of documents that are pinned on one of the tiers are left out, and count for the size. The result is by the
-    name of the tier. Raises `InputError` for tiers that evict by themselves.
+    The records of pinned documents are left out, but count for the size. The result is by the name of the tier. Raises
+    `InputError` for tiers that evict by themselves.
     """
-    before = time.time() - (unused_days or 0.0) * DAY
+    before = math.inf if unused_days is None else time.time() - unused_days * DAY
     pinned = {key for _, tier in tiers if isinstance(tier, DiskTier) for key in pinned_keys(tier.root)}
     found: dict[str, list[ChunkKey]] = {}
     for place, tier in tiers:
         if place.evicts:
             raise InputError(f"{place.name} evicts by itself, and does not say when its records were used")
         entries = list(tier.entries())  # least recently used first
-        beyond = sum(entry.bytes for entry in entries) - (keep_gib or 0.0) * GIB  # bytes
+        beyond = math.inf if keep_gib is None else sum(entry.bytes for entry in entries) - keep_gib * GIB  # bytes
         doomed = found.setdefault(place.name, [])
         for entry in entries:
-            if not (entry.used < before if keep_gib is None else beyond > 0):
+            if entry.used >= before or beyond <= 0:
                 break
             if entry.key not in pinned:
                 doomed.append(entry.key)

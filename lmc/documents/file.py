@@ -64,8 +64,7 @@ def forget_noted(directory: Path, ids: Collection[str], namespace: str | None = 
     `namespace` stands for all.
     """
     for path in _files(directory):
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        entries = list(filter(None, map(parsed, lines)))
+        entries = _entries(path)
         removed = set(ids)
         if namespace is not None:
             removed |= {entry["id"] for entry in entries if str(entry.get("namespace", "")).startswith(namespace)}
@@ -80,7 +79,7 @@ def pinned_keys(directory: Path) -> set[ChunkKey]:
     found = set[ChunkKey]()
     for path in _files(directory):
         pinned, keys = dict[str, bool](), dict[str, list[ChunkKey]]()
-        for entry in filter(None, map(parsed, path.read_text(encoding="utf-8", errors="replace").splitlines())):
+        for entry in _entries(path):
             with suppress(ValueError, TypeError):  # lmc did not write this line.
                 keys.setdefault(entry["id"], keys_of(entry["id"])).extend(keys_of(entry.get("keys", "")))
                 pinned[entry["id"]] = entry.get("pinned") is True
@@ -97,6 +96,10 @@ def keys_of(digits: str) -> list[ChunkKey]:
 def _files(directory: Path) -> list[Path]:
     files = directory.glob("documents*.jsonl")
     return [path for path in files if path.name == FILE or OF_LAYOUT.fullmatch(path.name)]
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    return list(filter(None, map(parsed, path.read_text(encoding="utf-8", errors="replace").splitlines())))
 
 
 def _private(name: str, flags: int) -> int:

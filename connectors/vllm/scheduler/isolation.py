@@ -48,9 +48,9 @@ def set_salts(request: Any, salts: Salts, *, replacing: Salts = ()) -> None:
 
 @dataclass(slots=True)
 class RevisionCost:
-    """What the revisions of a blend have cost, together with those of its revisions."""
+    """What all revisions of a conversation have cost."""
 
-    tokens: float = 0.0  # tokens that they have computed, and that vLLM alone would have had
+    tokens: float = 0.0  # that they have computed, and that vLLM alone would have had in its prefix cache
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -106,8 +106,8 @@ class OwnBlends:
     ) -> None:
         """Add a blend that depends on the tokens before `end`. `hashes` are the exact hashes of the prompt's blocks.
 
-        `pieces` are its approximate tokens, with those of an earlier blend that it continues. `revisions` is what the
-        revisions of the blend have cost that this one revises.
+        `pieces` are its approximate tokens, with those of an earlier blend that it continues. A blend that revises an
+        earlier one gets the `revisions` of that one.
         """
         full = min(end // self._block_size, len(hashes))
         if not full:

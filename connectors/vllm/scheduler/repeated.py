@@ -24,13 +24,14 @@ SLOW = 1e-3  # seconds per token, as long as no prefill was measured
 class RepeatedTexts:
     """The repeated texts of one engine's requests."""
 
-    def __init__(self, setup: Setup, roles: Roles, counts: "Counter[str]") -> None:
+    def __init__(self, setup: Setup, roles: Roles, counts: "Counter[str]", ends: LineEnds | None) -> None:
+        """`ends` are those of the tokenizer; None without one."""
         self._setup, self._roles, self._counts, self._engine = setup, roles, counts, setup.engine
         self._repeats = Repeats()
-        self._ends = LineEnds(setup.tokenizer.decode) if setup.tokenizer else None
+        self._ends = ends
         self._allowed, self._at = MAX_SECONDS, setup.clock()  # seconds of learning that are allowed since a time
         learns = setup.settings.blend_learn and setup.settings.blend_find == "repeated"
-        self.on = setup.blends and learns and setup.markers is not None and setup.tokenizer is not None
+        self.on = setup.blends and learns and setup.markers is not None and ends is not None
 
     def arrived(self, state: RequestState) -> None:
         """Find what the prompt of a new request repeats, and remember the prompt."""

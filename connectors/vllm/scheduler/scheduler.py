@@ -43,6 +43,7 @@ from lmc.connectors.vllm.scheduler.revision import Revision, depends_on_question
 from lmc.connectors.vllm.scheduler.roles import Roles
 from lmc.connectors.vllm.scheduler.save_queue import SaveQueue
 from lmc.connectors.vllm.start import Setup
+from lmc.documents.repeats import LineEnds
 from lmc.engine import Match, Plan
 from lmc.engine.identity import adapter_stamp
 from lmc.metrics import flat, key
@@ -65,7 +66,6 @@ LACKS_BLOCKS = "stored documents were computed, because the engine has too few f
 RECENT = 1000  # requests whose facts are kept
 BEGUN = 16  # maximal number of tokens that a chat template writes after the header of the next answer
 REVISED_SHARE = 0.5  # When revisions of a blend have computed this share of its tokens, the next prompt is computed.
-BLANKS = 4  # maximal number of tokens of white space that a chat template writes after a message
 STEPS_OF_BLENDS = 2  # The prompts of the blends under way have at most as many tokens as this number of steps.
 MAX_TURN_SECONDS = 20.0  # A prompt waits no longer than this for the blends of earlier requests.
 MAX_LEARN_SECONDS = 600.0  # A request to learn waits no longer than this for the engine's blocks.
@@ -85,7 +85,8 @@ class Scheduler:
         # Observations for histograms, by the keys of `lmc.metrics`.
         self._observed: defaultdict[str, list[float]] = defaultdict(list)
         self._roles = Roles(setup, self.counts)
-        self._repeated = RepeatedTexts(setup, self._roles, self.counts)
+        self._line_ends = LineEnds(setup.tokenizer.decode) if setup.tokenizer else None
+        self._repeated = RepeatedTexts(setup, self._roles, self.counts, self._line_ends)
         self._claims = Claims(setup)
         self._pace = PrefillPace(self.engine.store.cost)
         self.pending = PendingTransfers(setup.ranks, self.engine.store)
@@ -958,19 +959,15 @@ class Scheduler:
         """Return whether a request continues a blend with another question, which the blend is revised for.
 
         A retry or a step of a beam search continues the same answer, without the header of another one. The next turn
-        of an agent brings the result of a tool, and the task is the one that the blend was made for.
+        of an agent ends with the result of a tool, and continues the task for which the blend was made.
         """
-        markers, prompt = self._setup.markers, state.request.prompt_token_ids
+        markers, ends = self._setup.markers, self._line_ends
         if markers is None or self._groups.windows != (0,) or not depends_on_question(blend.policy):
             return False
-        if next(iter(occurrences(prompt[blend.end :], markers.answers)), None) is None:
+        new = state.request.prompt_token_ids[blend.end :]
+        if not any(occurrences(new, markers.answers)):
             return False
-        return not (markers.results and ends_with_result(prompt[blend.end :], markers, self._is_blank))
-
-    def _is_blank(self, tokens: Sequence[int]) -> bool:
-        """Return whether tokens are only white space. Texts of more than a few tokens are not looked at."""
-        tokenizer = self._setup.tokenizer
-        return len(tokens) <= BLANKS and tokenizer is not None and not tokenizer.decode(list(tokens)).strip()
+        return ends is None or not ends_with_result(new, markers, ends.is_blank)
 
     def _last_question(self, state: RequestState, blend: OwnBlend) -> int:
         """Return where the question begins with which a request continues a blend; 0 if it is unknown.
@@ -1007,21 +1004,19 @@ class Scheduler:
         A later turn continues from the blocks of the earlier blend themselves. A prompt that only has the same
         documents is computed.
         """
+        if not revision.continues and self._repeats_blend(state) and self._weighs_blends:
+            self._compute_instead(state, revision)
+            return
         self._claims.release(state)
         state.revision = None
         if revision.continues:
             set_salts(state.request, revision.blend.salts)
             self._continue_unchanged(state, revision.blend)
-            return
-        if self._repeats_blend(state) and self._weighs_blends:
-            self._compute_instead(state, revision)
-        state.searched = self._own_blends.changes
+        else:
+            state.searched = self._own_blends.changes
 
     def _compute_instead(self, state: RequestState, revision: Revision) -> None:
-        """Serve a request exactly instead of with the revision that was planned for it.
-
-        Further requests then find its blocks in the engine's own cache.
-        """
+        """Compute a prompt for which a revision was planned. Further ones find its blocks in the engine's own cache."""
         self._claims.release(state)
         state.revision, state.shared_with_blend = None, revision.stop
         state.searched = self._own_blends.changes
