@@ -266,8 +266,9 @@ def test_clear_removes_exactly_the_records_of_one_namespace(tmp_path: Path) -> N
         (["--namespace", "c3"], "no namespace starts with c3: use one of a1a1a1a1a1a1, a1ffa1ffa1ff, b2b2b2b2b2b2"),
         (["--namespace", ""], "use first hex digits"),
         (["--namespace", "../x"], "use first hex digits"),
-        ([], "set the records to remove: --namespace DIGITS, --unused DAYS, --keep GIB, or --all"),
-        (["--unused", "1", "--keep", "1"], "set the records to remove"),
+        ([], "set the records to remove: --namespace DIGITS, --unused-for TIME, --keep GIB, or --all"),
+        (["--unused-for", "1d", "--keep", "1"], "set the records to remove"),
+        (["--unused-for", "long"], "invalid time 'long': use a number of seconds"),
         (["--all", "--namespace", "b2"], "set the records to remove"),
     ],
 )
@@ -321,8 +322,8 @@ def test_clear_removes_the_oldest_records_of_a_shared_directory(tmp_path: Path, 
     now, size = time.time(), paths[0].stat().st_size
     for days, path in zip((1, 30, 10, 20), paths, strict=True):
         os.utime(path, (now, now - days * 86400))
-    assert "removed 0 records" in lmc("clear", "--unused", "31", "--yes")[1]
-    assert "removed 1 record from" in lmc("clear", "--unused", "25", "--yes")[1]
+    assert "removed 0 records" in lmc("clear", "--unused-for", "31d", "--yes")[1]
+    assert "removed 1 record from" in lmc("clear", "--unused-for", "25d", "--yes")[1]
     assert [path.exists() for path in paths] == [True, False, True, True]
     code, out, err = lmc("clear", "--keep", f"{1.5 * size / (1 << 30):.12f}", "--yes")
     assert (code, err, "removed 2 records" in out) == (0, "", True)
@@ -358,7 +359,7 @@ def test_clear_by_size_leaves_pinned_documents_on_all_tiers(tmp_path: Path, unse
     assert [path.read_text() for path in (tmp_path / "documents.jsonl", of_server)] == files, "no pin is lost"
 
 
-@pytest.mark.parametrize("words", [["--unused", "0"], ["--keep", "1"]])
+@pytest.mark.parametrize("words", [["--unused-for", "1s"], ["--keep", "1"]])
 def test_clear_by_age_refuses_stores_that_evict_by_themselves(words: list[str], unset: pytest.MonkeyPatch) -> None:
     """To list the records of Redis counts as a use of each."""
     unset.setattr(engine_tiers, "open_remote", lambda settings, url, create=True: DictTier())

@@ -30,7 +30,7 @@ from lmc.commands.serve import faults_of_server, serve, show_status
 from lmc.demo.command import demo
 from lmc.errors import ConfigError, InputError, LmcError
 from lmc.http.address import check_addresses
-from lmc.terminal import AsJson, console, counted, print_json, time_text
+from lmc.terminal import AsJson, console, counted, print_json, seconds_of, time_text
 
 if TYPE_CHECKING:
     from lmc.commands.inspect import Holdings, TierLocation
@@ -209,9 +209,8 @@ def clear(
         typer.Option(help="remove the records of the namespace with these first digits; lmc stat lists them"),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="remove the records of all namespaces")] = False,
-    unused: Annotated[
-        float | None,
-        typer.Option(min=0, metavar="DAYS", help="remove records that were not used for so many days"),
+    unused_for: Annotated[
+        str | None, typer.Option(metavar="TIME", help="remove records not used for this time, such as 30d")
     ] = None,
     keep: Annotated[
         float | None,
@@ -221,19 +220,20 @@ def clear(
 ) -> None:
     """Remove records from a tier: those of one namespace, old ones, or all. Other files stay.
 
-    --namespace and --all remove pins, too. --unused and --keep leave the records of documents that are pinned on the
-    disk. Buckets and shared directories only know when a record was written, and that counts as its use.
+    --namespace and --all remove pins, too. --unused-for and --keep leave the records of documents that are pinned on
+    the disk. Buckets and shared directories only know when a record was written, and that counts as its use.
     """
     from lmc.commands.inspect import old_records, places
     from lmc.documents.file import forget_noted
     from lmc.storage.tiers.disk import DiskTier
 
-    if [everything, *(given is not None for given in (namespace, unused, keep))].count(True) != 1:
-        raise InputError("set the records to remove: --namespace DIGITS, --unused DAYS, --keep GIB, or --all")
+    if [everything, *(given is not None for given in (namespace, unused_for, keep))].count(True) != 1:
+        raise InputError("set the records to remove: --namespace DIGITS, --unused-for TIME, --keep GIB, or --all")
+    unused_seconds = None if unused_for is None else seconds_of(unused_for)
     with ExitStack() as open_tiers:
         tiers = [(place, open_tiers.enter_context(place.opened(change=True))) for place in places(directory)]
-        by_age = unused is not None or keep is not None
-        doomed = old_records(tiers, unused, keep) if by_age else doomed_records(tiers, namespace)
+        by_age = unused_for is not None or keep is not None
+        doomed = old_records(tiers, unused_seconds, keep) if by_age else doomed_records(tiers, namespace)
         count = sum(map(len, doomed.values()))
         names = " and ".join(place.name for place, _ in tiers)
         if not yes:

@@ -25,7 +25,6 @@ from lmc.storage.tiers.tier import Entry, ListedTier
 
 MAX_ANNOUNCED_KEYS = 500  # headers per request to a tier
 NAMESPACE_DIGITS = 12  # displayed hex digits of a namespace's digest
-DAY = 86400.0  # seconds
 
 Holdings = dict[bytes, list[tuple[Entry, RecordMeta]]]  # digest of a namespace -> its records in a tier
 
@@ -88,14 +87,14 @@ def survey(place: TierLocation) -> tuple[Holdings, int]:
 
 
 def old_records(
-    tiers: Sequence[tuple[TierLocation, ListedTier]], unused_days: float | None, keep_gib: float | None
+    tiers: Sequence[tuple[TierLocation, ListedTier]], unused_seconds: float | None, keep_gib: float | None
 ) -> dict[str, list[ChunkKey]]:
-    """Return the keys of the records that were not used for `unused_days`, or the oldest ones beyond `keep_gib`.
+    """Return the keys of the records that were not used for `unused_seconds`, or the oldest ones beyond `keep_gib`.
 
     The records of pinned documents are left out, but count for the size. The result is by the name of the tier. Raises
     `InputError` for tiers that evict by themselves.
     """
-    before = math.inf if unused_days is None else time.time() - unused_days * DAY
+    before = math.inf if unused_seconds is None else time.time() - unused_seconds
     pinned = {key for _, tier in tiers if isinstance(tier, DiskTier) for key in pinned_keys(tier.root)}
     found: dict[str, list[ChunkKey]] = {}
     for place, tier in tiers:
