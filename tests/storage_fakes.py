@@ -324,6 +324,26 @@ def state_of(store: Store) -> StoreState:
     return store._state
 
 
+@contextmanager
+def held_by_nobody(store: Store, slot: int) -> Iterator[None]:
+    """Meanwhile the bookkeeping of memory has a fault: a slot has a holder that does not exist."""
+    holders = state_of(store).host._holders
+    holders[slot] += 1
+    yield
+    holders[slot] -= 1
+
+
+def threads_named(name: str) -> list[threading.Thread]:
+    """The running threads with a name."""
+    return [thread for thread in threading.enumerate() if thread.name == name]
+
+
+def ended(thread: threading.Thread) -> None:
+    """Wait until a thread has ended."""
+    thread.join(30)
+    assert not thread.is_alive()
+
+
 def lose(store: Store, *keys: ChunkKey) -> None:
     """Take chunks out of memory, and leave them in the tiers."""
     for key in keys:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from storage_fakes import RECORD_BYTES, eventually, key_of, meta_of, raw_record, stored
+from storage_fakes import RECORD_BYTES, ended, eventually, key_of, meta_of, raw_record, stored, threads_named
 from test_disk import path_of, raising
 from tier_contract import read, write
 
@@ -55,15 +55,20 @@ def order(tier: DiskTier) -> list:
     return [entry.key for entry in tier.entries()]
 
 
+def rows_of(tier: DiskTier) -> index.DiskIndex:
+    """The index of a tier."""
+    return tier._rows
+
+
 def commit(tier):
     """Commit the changes of a tier's index now; whether that succeeded."""
-    return tier._rows.flush()
+    return rows_of(tier).flush()
 
 
 def settled(tier: DiskTier) -> DiskTier:
     """The tier when it has compared its index with its directory."""
-    if tier._comparing is not None:
-        tier._comparing.join()
+    if (comparing := tier._comparing) is not None:
+        comparing.join()
     return tier
 
 
@@ -156,6 +161,7 @@ def test_a_close_while_changes_are_being_committed_ends(tmp_path, monkeypatch):
     """The thread that commits cleared the event with which the close had just woken it, and waited for ever."""
     monkeypatch.setattr(index, "COMMIT_SECONDS", 0.0)
     rows = index.DiskIndex(tmp_path)
+    (thread,) = threads_named("lmc-disk-index")
 
     class ClosedMeanwhile(threading.Event):
         def clear(self):
@@ -165,8 +171,7 @@ def test_a_close_while_changes_are_being_committed_ends(tmp_path, monkeypatch):
 
     waited_for, rows._changed = rows._changed, ClosedMeanwhile()
     waited_for.set()
-    rows._thread.join(30)
-    assert not rows._thread.is_alive()
+    ended(thread)
     rows.close()
 
 
@@ -220,7 +225,7 @@ def test_nothing_is_forgotten_while_the_records_are_away(tmp_path, monkeypatch):
     with closing(DiskTier(tmp_path, ROOM)) as tier:
         settled(tier)
         (tmp_path / "records").rename(tmp_path / "away")
-        tier._compare(tier._rows, gently=True)
+        tier._compare(rows_of(tier), gently=True)
         (tmp_path / "away").rename(tmp_path / "records")
         assert tier.contains(KEYS) == [True] * len(KEYS)
         assert len(list(tier.headers())) == len(KEYS)
@@ -344,7 +349,7 @@ def test_changes_that_could_not_be_committed_are_committed_later(tmp_path, monke
             assert not commit(tier)
             tier.delete(KEYS[0])
         assert commit(tier)
-        assert tier._rows.uses().keys() == {*KEYS[1:6]}
+        assert rows_of(tier).uses().keys() == {*KEYS[1:6]}
 
 
 def test_a_listing_that_outlives_the_tier_leaves_the_index_of_the_next_one(tmp_path):
@@ -409,12 +414,12 @@ def test_a_listing_of_a_database_that_was_built_anew_meanwhile_ends_with_an_erro
 def test_a_value_that_the_database_does_not_take_costs_its_row_only(tmp_path, caplog):
     """The thread that commits ended with the error, and no later row was committed."""
     with closing(filled(tmp_path, KEYS[:3])) as tier:
-        tier._rows.put(meta_of(KEYS[5]), 1, 1 << 70)
-        tier._rows.put(replace(meta_of(KEYS[6]), label="a name of bytes \udcff"), 1, 1)
+        rows_of(tier).put(meta_of(KEYS[5]), 1, 1 << 70)
+        rows_of(tier).put(replace(meta_of(KEYS[6]), label="a name of bytes \udcff"), 1, 1)
         assert commit(tier)
         write(tier, KEYS[4])
         assert commit(tier)
-        assert tier._rows.uses().keys() == {*KEYS[:3], KEYS[4], KEYS[6]}
+        assert rows_of(tier).uses().keys() == {*KEYS[:3], KEYS[4], KEYS[6]}
     assert "cannot take the record" in caplog.text
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from storage_fakes import DictTier, Shared, lose, tiers_of
+from storage_fakes import DictTier, Shared, held_by_nobody, lose, threads_named, tiers_of
 from tier_wrappers import Faulty
 
 from lmc.blend.segments import Span
@@ -460,7 +460,7 @@ def test_an_engine_that_nobody_has_any_more_ends_its_thread(tmp_path, monkeypatc
     monkeypatch.setattr(keeper, "EXPIRY_SECONDS", 0.01)
     engine = engine_of()
     engine.keeper.pin([learn(engine, A)])
-    thread = engine.keeper._thread
+    (thread,) = threads_named("lmc-keeper")
     engine.store.close()
     del engine
     gc.collect()
@@ -634,12 +634,9 @@ def test_a_store_that_is_checked_regularly_has_its_faults_logged(monkeypatch, ca
     for name in ("EXPIRY_SECONDS", "RESTORE_SECONDS"):
         monkeypatch.setattr(keeper, name, 0.001)
     monkeypatch.setenv("LMC_CHECK_INTEGRITY", "true")
-    with closing(engine_of()) as engine:
-        pool = engine.store._state.host
-        pool._holders[0] = 1
+    with closing(engine_of()) as engine, held_by_nobody(engine.store, 0):
         while not caplog.records:
             time.sleep(0.001)
-        pool._holders[0] = 0
     assert caplog.records[0].levelname == "ERROR"
     assert caplog.records[0].message.endswith("host: slot 0 is empty and held or being filled")
 
@@ -649,8 +646,7 @@ def test_a_store_is_not_checked_unless_that_is_requested(value, monkeypatch, cap
     if value is not None:
         monkeypatch.setenv("LMC_CHECK_INTEGRITY", value)
     with closing(engine_of()) as engine:
-        engine.store._state.host._holders[0] = 1
-        engine.keeper.check_integrity()
-        engine.store._state.host._holders[0] = 0
-        assert engine.keeper._thread is None
+        with held_by_nobody(engine.store, 0):
+            engine.keeper.check_integrity()
+        assert not threads_named("lmc-keeper")
     assert caplog.records == []

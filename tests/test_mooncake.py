@@ -14,7 +14,20 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from mooncake_servers import MooncakeStore, mooncake_store
-from storage_fakes import PART_BYTES, PARTS, content, eventually, get, key_of, memory, meta_of, own_seconds, put, stored
+from storage_fakes import (
+    PART_BYTES,
+    PARTS,
+    content,
+    eventually,
+    get,
+    key_of,
+    lose,
+    memory,
+    meta_of,
+    own_seconds,
+    put,
+    stored,
+)
 from tier_contract import K0, K1, K2, ListedContract, read, write
 from typer.testing import CliRunner
 
@@ -86,19 +99,28 @@ def library(tier: MooncakeTier):
     return tier._client._store
 
 
+def name_of(tier: MooncakeTier, key) -> str:
+    """The name of a record in Mooncake."""
+    return tier._path(key)
+
+
+def buffers_in_use(tier: MooncakeTier) -> int:
+    return tier._client.buffers.in_use
+
+
 class TestContract(ListedContract):
     @pytest.fixture
     def tier(self, tier):
         return tier
 
     def raw_read(self, tier, key):
-        return library(tier).get(tier._path(key)) or None
+        return library(tier).get(name_of(tier, key)) or None
 
     def raw_write(self, tier, key, blob):
         if not blob:
             pytest.skip("a Mooncake store has no empty objects")
-        library(tier).remove(tier._path(key), True)
-        assert library(tier).put(tier._path(key), blob) == 0
+        library(tier).remove(name_of(tier, key), True)
+        assert library(tier).put(name_of(tier, key), blob) == 0
 
     def test_entries_list_sizes_with_the_least_recently_used_first(self, tier):
         """Mooncake does not tell when objects were used."""
@@ -207,7 +229,7 @@ def test_headers_that_are_longer_than_usual_are_requested_together_from_then_on(
     assert mooncake_tier.HEAD_BYTES < tier._head_bytes <= client.BUFFER_BYTES // mooncake_tier.HEADS
     tier.announce([K0, K1])
     assert read(tier, K1) == bytes(stored(meta_of(K1, 300, 4096)))
-    eventually(lambda: tier._client.buffers.in_use == 0)
+    eventually(lambda: buffers_in_use(tier) == 0)
     tier._head_bytes = mooncake_tier.HEAD_BYTES
 
 
@@ -236,7 +258,7 @@ def test_threads_read_at_once_and_give_all_buffers_back(tier, monkeypatch):
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert tier._client.buffers.in_use == 0
+    assert buffers_in_use(tier) == 0
 
 
 def test_what_was_announced_or_requested_and_not_read_is_given_back(tier):
@@ -245,7 +267,7 @@ def test_what_was_announced_or_requested_and_not_read_is_given_back(tier):
     reader = tier.open(K0)
     reader.request(0, PARTS)
     reader.close()
-    eventually(lambda: tier._client.buffers.in_use == 0)
+    eventually(lambda: buffers_in_use(tier) == 0)
     assert tier.open(K1) is None
 
 
@@ -375,8 +397,7 @@ def test_a_host_that_does_not_respond_costs_a_load_its_deadline_and_is_a_miss(ow
         for key in KEYS[:2]:
             put(store, key)
             store.flush()
-        for key in KEYS[:2]:
-            store._state.drop(key)
+        lose(store, *KEYS[:2])
         with own.paused(own.member):
             began = own_seconds()
             with pytest.raises(ChunkLost):
@@ -451,8 +472,8 @@ def test_a_damaged_record_is_a_miss_for_the_store(tier):
     store = Store(Slab(4, PARTS, PART_BYTES), [tier])
     put(store, K0)
     store.flush()
-    store._state.drop(K0)
-    name = tier._path(K0)
+    lose(store, K0)
+    name = name_of(tier, K0)
     blob = bytearray(library(tier).get(name))
     blob[5000] ^= 1
     library(tier).remove(name, True)
@@ -468,7 +489,7 @@ def test_remote_tiers_are_asked_in_their_order(shared, tmp_path):
     store = Store(Slab(4, PARTS, PART_BYTES), open_tiers(settings, 2))
     put(store, K0)
     store.flush()
-    store._state.drop(K0)
+    lose(store, K0)
     assert store.lookup([K0]) == ["mooncake"]
     assert store.copies([K0]) == []
     store.close()

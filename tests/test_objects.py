@@ -30,16 +30,28 @@ from lmc.storage.tiers.tier import Written
 KEYS = [key_of(number) for number in range(30)]
 
 
+def raw(tier, key):
+    """The store of a tier, and the path of a record in it."""
+    return tier._store, tier._path(key)
+
+
 def raw_read(tier, key):
     """The bytes of a record's object, past the tier."""
+    store, path = raw(tier, key)
     try:
-        return bytes(tier._store.get(tier._path(key)).bytes())
+        return bytes(store.get(path).bytes())
     except FileNotFoundError:
         return None
 
 
 def raw_write(tier, key, blob):
-    tier._store.put(tier._path(key), blob)
+    store, path = raw(tier, key)
+    store.put(path, blob)
+
+
+def requests_of(tier):
+    """The requests of a tier that are in flight."""
+    return asyncio.all_tasks(tier._calls._loop)
 
 
 class ObjectContract(ListedContract):
@@ -283,7 +295,8 @@ def test_a_lookup_of_many_keys_in_a_slow_bucket_closes_nothing():
 
 @pytest.mark.parametrize("error", [exceptions.PermissionDeniedError("read-only"), OSError("no space left")])
 def test_a_store_that_refuses_writes_is_read(error, caplog, monkeypatch):
-    with closing(ObjectTier(Faulty(put_async=error), "S3", deadline=30, lookup_seconds=30)) as tier:
+    store = Faulty(put_async=error)
+    with closing(ObjectTier(store, "S3", deadline=30, lookup_seconds=30)) as tier:
         for _ in range(3):
             with suppress(OSError):
                 assert tier.write(meta_of(K1), [stored(meta_of(K1))]) is Written.REFUSED
@@ -291,7 +304,7 @@ def test_a_store_that_refuses_writes_is_read(error, caplog, monkeypatch):
         assert caplog.text.count("storing there pauses, reading goes on") == 1
         assert tier.write(meta_of(K2), [stored(meta_of(K2))]) is Written.REFUSED
         assert tier.contains([K0, K1, K2]) == [False] * 3
-        tier._store.fails.clear()
+        store.fails.clear()
         later = time.monotonic() + objects_tier.PAUSE_SECONDS
         with monkeypatch.context() as patch:
             patch.setattr(time, "monotonic", lambda: later)
@@ -310,15 +323,16 @@ def test_a_store_that_refuses_to_delete_is_read():
 
 def test_an_object_that_may_not_be_read_costs_only_itself():
     """Such as one in an archive: it closed the whole bucket, again and again."""
-    with closing(ObjectTier(Faulty(), "S3", deadline=30, lookup_seconds=30)) as tier:
+    store = Faulty()
+    with closing(ObjectTier(store, "S3", deadline=30, lookup_seconds=30)) as tier:
         for key in (K0, K1):
             write(tier, key)
-        tier._store.fails["get_async"] = exceptions.PermissionDeniedError("InvalidObjectState")
+        store.fails["get_async"] = exceptions.PermissionDeniedError("InvalidObjectState")
         with pytest.raises(PermissionError, match="refuses access"):
             tier.open(K0)
         assert tier.usable
         assert tier.contains([K0, K1]) == [False, True]
-        tier._store.fails.clear()
+        store.fails.clear()
         assert read(tier, K1) is not None
 
 
@@ -359,14 +373,15 @@ def test_a_body_that_stalls_costs_one_record_its_deadline(proxy):
 
 def test_a_batch_requests_some_records_at_a_time(monkeypatch):
     monkeypatch.setattr(objects_tier, "STREAMS_AT_ONCE", 3)
-    with closing(ObjectTier(Faulty(0.01), "S3", deadline=30, lookup_seconds=30)) as tier:
+    store = Faulty(0.01)
+    with closing(ObjectTier(store, "S3", deadline=30, lookup_seconds=30)) as tier:
         for key in KEYS[:12]:
             write(tier, key)
-        tier._store.most = 0
+        store.most = 0
         tier.announce(KEYS[:12])
         readers = [tier.open(key) for key in KEYS[:12]]
         assert [reader.meta.key for reader in readers] == KEYS[:12]
-        assert tier._store.most <= 4
+        assert store.most <= 4
         for reader in readers:
             reader.close()
 
@@ -471,10 +486,10 @@ def test_records_that_are_announced_and_not_opened_do_not_stay_in_flight(monkeyp
         tier.announce([K0, K1])
         reader = tier.open(K0)
         tier.announce([K0, K1])
-        assert asyncio.all_tasks(tier._calls._loop)
+        assert requests_of(tier)
         reader.close()
         tier.announce([])
-        eventually(lambda: not asyncio.all_tasks(tier._calls._loop))
+        eventually(lambda: not requests_of(tier))
 
 
 def test_a_stream_waits_for_its_reader(s3, monkeypatch):
@@ -483,8 +498,9 @@ def test_a_stream_waits_for_its_reader(s3, monkeypatch):
     with closing(ObjectTier(bucket(s3, "waits"), "S3", deadline=30, lookup_seconds=30)) as tier:
         assert tier.write(meta, [stored(meta)]) is Written.STORED
         with closing(tier.open(K0)) as reader:
-            eventually(lambda: reader._stream._ahead >= 4096)
-            assert reader._stream._ahead < 1 << 20, "not all of the record"
+            stream = reader._stream
+            eventually(lambda: stream._ahead >= 4096)
+            assert stream._ahead < 1 << 20, "not all of the record"
             into = memory(PARTS << 20)
             reader.read(0, PARTS, [into])
             assert bytes(into) == bytes(stored(meta))

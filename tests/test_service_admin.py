@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from service_fakes import arena_for, eventually, serving
-from storage_fakes import key_of, meta_of
+from storage_fakes import held_by_nobody, key_of, meta_of, state_of
 from test_admin import free_port
 from test_keeper import CHUNK, RECORD, A, B, C, D, engine_of, known, learn, places
 from vllm_fakes import DOC_A, DOC_B, Lab, prompt
@@ -169,11 +169,10 @@ def test_a_check_of_a_running_server_reports_faults_of_its_bookkeeping(service):
     store = service.engine().store
     assert lmc("check", "--server", service.server.path, "--json")[:2] == (0, "[]\n")
     (arena,) = service.server.arenas.all()
-    arena.store._state.host._holders[3] += 1
-    code, out, _ = lmc("check", "--server", service.server.path)
+    with held_by_nobody(arena.store, 3):
+        code, out, _ = lmc("check", "--server", service.server.path)
     assert code == 1
     assert "slot 3 is unassigned and held or being filled" in " ".join(out.split())
-    arena.store._state.host._holders[3] -= 1
     assert lmc("check", "--server", service.server.path)[0] == 0
     assert store.held() == 0, "the client goes on"
 
@@ -375,7 +374,7 @@ def test_an_odd_label_is_no_document_and_a_long_one_is_not_stored(service):
     engine = service.engine()
     document = learn(engine, A)
     arena = arena_for(service.server, engine.store)
-    (meta,) = (held.meta for held in arena.store._state.resident().values() if held.meta.label)
+    (meta,) = (held.meta for held in state_of(arena.store).resident().values() if held.meta.label)
     for odd in ({"first": 1 << 60}, {"tokens": 3}, {"label": "AAAA"}, {"label": "x" * 1000}):
         arena.note(replace(meta, key=key_of(7), **odd))
     assert [one.id for one in arena.known.list()] == [document.id]

@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 from service_fakes import SIZES, Child, arena_of, attached, eventually, filled, put, serving
-from storage_fakes import NAMESPACE, PART_BYTES, PARTS, DictTier, key_of, meta_of, stored
+from storage_fakes import NAMESPACE, PART_BYTES, PARTS, DictTier, ended, key_of, meta_of, stored, threads_named
 from test_cli import lmc
 
 from lmc.config.settings import Settings
@@ -138,7 +138,7 @@ def test_memory_moves_on_when_an_arena_is_being_closed_or_fails(tmp_path, monkey
     with serving(tmp_path, 12) as server:
         first = attached(server)
         assert len(filled(first, [key_of(number) for number in range(12)])) == 12
-        arena = server.arenas._arenas[SIZES]
+        (arena,) = server.arenas.all()
         first.close()
         eventually(lambda: not server.arenas.budget.users(SIZES))
         second = attached(server, OTHER)
@@ -157,9 +157,10 @@ def test_memory_moves_on_when_an_arena_is_being_closed_or_fails(tmp_path, monkey
         put(second, key_of(1))  # It wants memory, which only the arena has that is being closed.
         go.set()
         thread.join(60)
-        monkeypatch.setattr(server.arenas._arenas[OTHER].store, "shrink", lambda slots: refused(errno.EIO))
+        (other,) = (one for one in server.arenas.all() if one.layout == OTHER)
+        monkeypatch.setattr(other.store, "shrink", lambda slots: refused(errno.EIO))
         assert server.arenas._shrunk(OTHER, 1) == 0
-        assert server.arenas._mover.is_alive()
+        assert threads_named("lmc-memory")
         assert min(server.arenas.budget.taken.values()) >= 0
         for one in (second, *third):
             one.close()
@@ -168,7 +169,7 @@ def test_memory_moves_on_when_an_arena_is_being_closed_or_fails(tmp_path, monkey
 def test_a_server_that_is_closed_while_memory_moves_ends(tmp_path):
     """The thread that moves memory cleared the event with which the close had just woken it, and waited for ever."""
     with serving(tmp_path, 12) as server:
-        every = server.arenas
+        every, (thread,) = server.arenas, threads_named("lmc-memory")
 
         class ClosedMeanwhile(threading.Event):
             def clear(self):
@@ -179,8 +180,7 @@ def test_a_server_that_is_closed_while_memory_moves_ends(tmp_path):
         waited_for, every.budget.refused = every.budget.refused, ClosedMeanwhile()
         every.budget.refused.set()
         waited_for.set()
-        every._mover.join(30)
-        assert not every._mover.is_alive()
+        ended(thread)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -245,11 +245,12 @@ def test_pins_of_an_arena_that_was_closed_take_no_room(tmp_path, monkeypatch):
         keys = filled(one, [key_of(number) for number in range(3)])
         document = Described(NAMESPACE, array("I", range(3)).tobytes(), keys, "doc", "m", "")
         one.ask_slowly(Keep([document], "pin"), None)
-        assert server.arenas._pinned._taken > 0
+        pinned = server.arenas._pinned
+        assert pinned._taken > 0
         one.close()
         eventually(lambda: not server.arenas.budget.users(SIZES))
         attached(server, OTHER).close()
-        assert server.arenas._pinned._taken == pytest.approx(0)
+        assert pinned._taken == pytest.approx(0)
 
 
 def test_the_journal_does_not_take_memory_that_was_given_back(tmp_path):
@@ -260,7 +261,7 @@ def test_the_journal_does_not_take_memory_that_was_given_back(tmp_path):
     before = os.fstat(slab.file).st_blocks
     journal.filled(0, meta_of(key_of(1), PARTS, 1 << 16))
     journal.close()
-    assert journal._frames  # Its checksums were computed.
+    assert (tmp_path / "journal").read_bytes(), "its checksums were computed"
     assert os.fstat(slab.file).st_blocks == before
 
 

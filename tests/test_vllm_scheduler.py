@@ -9,6 +9,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import storage_fakes
 import torch
 import vllm_fakes
 from storage_fakes import DictTier, Gated, Shared, lose, note_load
@@ -597,7 +598,7 @@ def test_a_load_of_which_something_comes_is_not_late_for_some_deadlines(make, mo
     request = lab.arrive("one", PLAIN)
     tier.read_gates[0].set()
     assert lab.wait(lambda: lab.admit(request)) == 40
-    loads = list(lab.store._state._loads.values())
+    loads = list(storage_fakes.state_of(lab.store)._loads.values())
     for number in range(1, len(loads) + 1):
         lab.now += 1.9
         turnstile.let_in()
