@@ -8,7 +8,7 @@ not a document. Answers of the model are not documents either.
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lmc.blend.markers import Markers
 from lmc.blend.turn_headers import Tokens, Variants, longest_first, occurrences
@@ -93,7 +93,7 @@ def texts(tokens: Tokens, markers: Markers) -> list[Span]:
     return found
 
 
-def is_result(tokens: Tokens, text: Span, markers: Markers) -> bool:
+def _is_result(tokens: Tokens, text: Span, markers: Markers) -> bool:
     """Return whether a text of `texts` is the result of a tool, by the header that the chat template writes before it.
 
     The header may end within the text: with ChatML, the name of the role counts as text.
@@ -109,11 +109,13 @@ def ends_with_result(tokens: Tokens, markers: Markers, is_blank: Callable[[Token
     """Return whether the last text of a prompt is the result of a tool, which asks nothing.
 
     Texts of white space do not count, because a template may write a line break after a message. `is_blank` tells them.
+    The text may have separators, between the passages that a tool has found, for example.
     """
     if not markers.results:
         return False
-    said = (text for text in reversed(texts(tokens, markers)) if not is_blank(tokens[text.start : text.stop]))
-    return any(is_result(tokens, text, markers) for text in itertools.islice(said, 1))
+    whole = texts(tokens, replace(markers, separators=()))
+    said = (text for text in reversed(whole) if not is_blank(tokens[text.start : text.stop]))
+    return any(_is_result(tokens, text, markers) for text in itertools.islice(said, 1))
 
 
 def last_question(tokens: Tokens, markers: Markers) -> int:

@@ -165,6 +165,16 @@ def test_the_result_of_a_tool_is_learned_to_its_end() -> None:
     assert to_learn(tokens[:-3], [Span(0, len(tokens))], [], tool, ENDS) == [Span(1, 101)]
 
 
+def test_the_passages_of_a_tools_result_are_learned_to_their_ends() -> None:
+    """The last one was taken for the question, if separators stand between them."""
+    tool = Markers(
+        separators=((60, 61),), special=frozenset({END}), answers=((MODEL,),), messages=((USER,),), results=((USER, 9),)
+    )
+    passages = words(100, 1), words(100, 2)
+    tokens = [USER, 9, *passages[0], 60, 61, *passages[1], END, BLANK, MODEL]
+    assert to_learn(tokens, [Span(0, len(tokens))], [], tool, ENDS) == [Span(1, 102), Span(104, 204)]
+
+
 def test_a_question_that_is_only_a_line_is_not_learned() -> None:
     tokens = words(300, 1)
     assert to_learn(tokens, [Span(100, 300)], [], PLAIN, ENDS) == []

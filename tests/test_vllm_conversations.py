@@ -3,17 +3,20 @@
 from types import SimpleNamespace
 
 import pytest
+from storage_fakes import lose
+from test_vllm_scheduler import SlowToAnswer
 from vllm_fakes import BLOCK, DOC_A, DOC_B, SEPARATOR, Lab, Request, hashes_of, learn, prompt, state_of
 
 from lmc.blend.segments import Placement, Span
 from lmc.connectors.vllm.messages import StepReport
 from lmc.connectors.vllm.scheduler import backfill, balance, isolation, scheduler
 from lmc.connectors.vllm.scheduler.idle import MAX_PAUSE_SECONDS
-from lmc.connectors.vllm.scheduler.isolation import OwnBlends, set_salts
+from lmc.connectors.vllm.scheduler.isolation import OwnBlends, SaltedHashes, add_salt, set_hashes
 from lmc.storage.cost_model import BlendOffer, CostModel
 
 HEADER = (1, 2, 3)  # what the chat template writes before an answer
 USER = (1, 8)  # and before a question
+TOOL = (1, 9)  # and before the result of a tool
 DOC_C = [400 + i for i in range(12)]
 PIECES = [Placement(at=8, tokens=12, first=0)]
 ANSWER = list(range(500, 511))
@@ -365,8 +368,11 @@ def test_a_step_of_a_beam_search_revises_nothing(lab: Lab) -> None:
     lab.finish(beam)
 
 
+@pytest.mark.parametrize("separated", [False, True])
 @pytest.mark.parametrize(("role", "blanks", "revised"), [((1, 9), 1, False), ((1, 9), 4, False), (USER, 1, True)])
-def test_the_result_of_a_tool_asks_nothing(make, role: tuple[int, ...], blanks: int, revised: bool) -> None:
+def test_the_result_of_a_tool_asks_nothing(
+    make, role: tuple[int, ...], blanks: int, revised: bool, separated: bool
+) -> None:
     """An agent's turns would each be computed twice. A template may write white space after a message."""
     tokenizer = SimpleNamespace(decode=lambda tokens: "".join(" " if token == 4 else "word" for token in tokens))
     settings = {"load_policy": "always"}
@@ -374,7 +380,8 @@ def test_the_result_of_a_tool_asks_nothing(make, role: tuple[int, ...], blanks: 
     lab = make(blocks=256, slots=32, settings=settings, tokenizer=tokenizer, special=frozenset({5}), **headers)
     learn(lab, DOC_A, DOC_B, DOC_C)
     turn, _ = asked(lab)
-    turn = [*turn[: -len(NEXT)], *USER, 86, 5, *HEADER, 87, *role, 80, 81, 82, 83, 5, *[4] * blanks, *HEADER]
+    passages = [80, *SEPARATOR, 81, 82, *SEPARATOR, 83] if separated else [80, 81, 82, 83]
+    turn = [*turn[: -len(NEXT)], *USER, 86, 5, *HEADER, 87, *role, *passages, 5, *[4] * blanks, *HEADER]
     request = lab.arrive("second", turn)
     assert (state_of(lab, "second").revision is not None) == revised
     lab.wait(lambda: lab.admit(request) is not None or None)
@@ -695,6 +702,19 @@ def weighing(make, monkeypatch: pytest.MonkeyPatch) -> Lab:
     return lab
 
 
+@pytest.fixture
+def agent(make, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    """A lab in which blends are fast, with long prompts that have results of tools."""
+    monkeypatch.setattr(CostModel, "against_blend", lambda *_: "")
+    monkeypatch.setattr(CostModel, "in_prefill_tokens", lambda _, offer: offer.rows)
+    tokenizer = SimpleNamespace(decode=lambda tokens: "word" * len(tokens))
+    headers = {"answers": (HEADER,), "messages": (USER, TOOL), "results": (TOOL,)}
+    size = {"blocks": 2048, "slots": 512, "longest": 10_000, "batch_tokens": 2048}
+    lab = make(tokenizer=tokenizer, **headers, **size)
+    learn(lab, DOC_A, DOC_B, DOC_C)
+    return lab
+
+
 def conversation(lab: Lab, number: int, turns: int, *, idle: bool) -> str:
     """Serve a conversation with a system text of its own; return the note of its first turn."""
     turn = [*prompt(DOC_A, DOC_B, DOC_C, system=[5, 6, 7, 8, number]), *HEADER]
@@ -771,6 +791,33 @@ def test_turns_that_wait_together_revise_a_blend_only_as_long_as_it_pays(weighin
     weighing.check()
 
 
+@pytest.mark.parametrize("name", ["lab", "weighing"])
+def test_samples_of_a_later_turn_share_one_revision(request: pytest.FixtureRequest, name: str) -> None:
+    """With n=4, each sample revised the blend for itself, and took as many blocks as the whole prompt."""
+    lab = request.getfixturevalue(name)
+    first_turn(lab, chat(DOC_A, DOC_B))
+    lab.drop_backfills()
+    turn, free = later_turn(chat(DOC_A, DOC_B)), lab.pool.get_num_free_blocks()
+    samples = [lab.arrive(f"sample {number}", turn) for number in range(4)]
+    assert all(state_of(lab, sample.request_id).revision is not None for sample in samples)
+    waiting = list(samples)
+    for _ in range(1000):
+        waiting = [sample for sample in waiting if lab.admit(sample) is None]
+        lab.step()
+        for sample in samples:
+            loaded = sample not in waiting and not state_of(lab, sample.request_id).loading
+            if loaded and (left := sample.num_tokens - sample.num_computed_tokens):
+                lab.compute(sample, left)
+        if not waiting:
+            break
+    assert not waiting
+    assert approximate(lab) == 2, "the first turn, and one revision"
+    assert free - lab.pool.get_num_free_blocks() < 2 * len(turn) // BLOCK
+    for sample in samples:
+        ended(lab, sample)
+    lab.drop_backfills()
+
+
 def test_branches_of_a_conversation_share_what_revisions_cost(weighing: Lab) -> None:
     first = chat(DOC_A, DOC_B, DOC_C)
     second = later_turn(first)
@@ -780,6 +827,71 @@ def test_branches_of_a_conversation_share_what_revisions_cost(weighing: Lab) -> 
         weighing.drop_backfills()
     assert weighing.scheduler.counts["blends"] == 3
     weighing.check()
+
+
+def test_documents_that_are_blended_later_do_not_make_revisions_free_again(agent: Lab) -> None:
+    """Results of tools with known documents came between the questions, and each question had all computed again."""
+    documents = [[1000 * number + i for i in range(72)] for number in range(3, 6)]
+    learn(agent, *documents)
+    turn, costs = chat(DOC_A, DOC_B, DOC_C), []
+    agent.serve("first", turn, output=[*ANSWER, 9])
+    for at, document in enumerate(documents):
+        agent.drop_backfills()
+        turn = [*turn, *ANSWER, *TOOL, *document, 87, *HEADER]
+        agent.serve(f"result {at}", turn, output=[*ANSWER, 9])
+        agent.drop_backfills()
+        turn = later_turn(turn)
+        request = agent.arrive(f"question {at}", turn)
+        revision = state_of(agent, request.request_id).revision
+        costs.append(revision.blend.revisions if revision else None)
+        agent.wait(lambda request=request: agent.admit(request))
+        agent.load(request)
+        agent.decode(request, [*ANSWER, 9])
+        agent.finish(request)
+    agent.drop_backfills()
+    assert costs[0] is costs[1] is not None
+
+
+def test_revisions_are_compared_with_what_they_spare(agent: Lab) -> None:
+    """A long exact beginning made the revisions of one small document seem cheap for forty turns."""
+    document = [10_000 + i for i in range(72)]
+    learn(agent, document)
+    beginning = [*range(3000, 6000), *HEADER]
+    agent.serve("exact", beginning, output=[*ANSWER, 9])
+    turn, made = [*beginning, *ANSWER, *USER, *SEPARATOR, *document, *SEPARATOR, 81, *HEADER], []
+    for at in range(6):
+        agent.serve(f"{at}", turn, output=[*ANSWER, 9])
+        agent.drop_backfills()
+        made.append(approximate(agent))
+        turn = later_turn(turn)
+    assert made[0] == 1
+    assert made[-1] == made[-3] < 5, "later turns are exact"
+
+
+def test_a_long_conversation_of_many_blends_is_hashed_once(make) -> None:
+    """With a salt for each turn, vLLM's hashes were computed once for each, and for each blend that was evicted."""
+    lab = make(answers=(HEADER,), messages=(USER,), blocks=512, slots=64, settings={"load_policy": "always"})
+    documents = [[1000 * number + i for i in range(12)] for number in range(3, 15)]
+    learn(lab, *documents)
+    turn = chat(*documents[:2])
+    for at, document in enumerate(documents[2:]):
+        lab.serve(f"{at}", turn, SHARES, output=[*ANSWER, 9])
+        lab.drop_backfills()
+        turn = [*turn, *ANSWER, *USER, *SEPARATOR, *document, *SEPARATOR, 80, *HEADER]
+    last = lab.arrive("last", turn, SHARES)
+    assert len(state_of(lab, "last").salts) > 8
+    before = last.hashed
+    lab.wait(lambda: lab.admit(last) is not None or None)
+    assert last.hashed - before <= len(last.block_hashes) // 4, "only of the new document"
+    assert before < 2 * len(last.block_hashes)
+    ended(lab, last)
+    lab.drop_backfills()
+    lab.forget_prefixes()
+    evicted = lab.arrive("evicted", turn, SHARES)
+    assert evicted.hashed == len(evicted.block_hashes), "no blend is tried of which the engine has nothing"
+    lab.wait(lambda: lab.admit(evicted) is not None or None)
+    ended(lab, evicted)
+    lab.drop_backfills()
 
 
 def test_prompts_are_computed_while_conversations_cost_more_with_blends_than_without(
@@ -902,6 +1014,44 @@ def test_requests_that_run_stop_a_backfill_that_holds_their_blocks(lab: Lab) -> 
     assert lab.scheduler.numbers()["backfills"] == 0
 
 
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_later_turn_that_waited_for_a_slow_tier_goes_on_from_the_blend(make, slow: bool) -> None:
+    """It was blended anew, although the engine had the blocks of the blend."""
+    settings = {"load_policy": "always"}
+    lab = make(tier := SlowToAnswer(), answers=(HEADER,), messages=(USER,), blocks=256, slots=32, settings=settings)
+    learn(lab, DOC_A, DOC_B)
+    first_turn(lab, chat(DOC_A, DOC_B), SHARES)
+    lab.drop_backfills()
+    lose(lab.store, *lab.store.known_keys())
+    tier.answers = not slow
+    request = lab.arrive("second", later_turn(chat(DOC_A, DOC_B)), SHARES)
+    assert (lab.admit(request) is None) == slow
+    tier.answers = True
+    if slow:
+        lab.wait(lambda: lab.admit(request) is not None or None)
+    assert ended(lab, request)["continued_tokens"] > len(DOC_A) + len(DOC_B)
+    assert approximate(lab) == 1
+    lab.drop_backfills()
+
+
+def test_what_was_planned_before_a_reset_is_computed(lab: Lab) -> None:
+    """Requests that waited went on from blends, and recorded blends, that were computed with other weights."""
+    tokens = chat(DOC_A, DOC_B)
+    first_turn(lab, tokens, SHARES)
+    first_turn(lab, tokens)
+    lab.drop_backfills()
+    continues, revises = lab.arrive("continues", later_turn(tokens), SHARES), lab.arrive("revises", later_turn(tokens))
+    assert state_of(lab, "continues").salts
+    assert state_of(lab, "revises").revision is not None
+    lab.scheduler.reset()
+    for request in (continues, revises):
+        lab.wait(lambda request=request: lab.admit(request) is not None or None)
+        lab.compute(request, request.num_tokens - request.num_computed_tokens)
+        assert request.block_hashes == hashes_of(request.all_token_ids)
+        assert not (lab.finish(request) or {}).get("continued_tokens")
+    assert not lab.scheduler.busy, "nothing is to be computed exactly"
+
+
 def test_what_was_computed_before_a_reset_is_not_cached(lab: Lab) -> None:
     tokens = chat(DOC_A, DOC_B)
     first_turn(lab, tokens)
@@ -993,9 +1143,13 @@ def test_a_report_that_is_read_again_after_an_error_counts_nothing_twice(make, m
 # -- the table of blends -----------------------------------------------------------------------------------------------
 
 
-def test_the_tenant_with_the_most_blends_loses_its_oldest_one(monkeypatch: pytest.MonkeyPatch, lab: Lab) -> None:
-    monkeypatch.setattr(isolation, "MAX_BLENDS", 3)
-    blends, policy = OwnBlends(BLOCK), state_of_a_blend(lab).policy
+@pytest.mark.parametrize(("most", "blocks"), [(3, 1000), (1000, 12)])
+def test_the_tenant_with_the_most_blends_loses_its_oldest_one(
+    most: int, blocks: int, monkeypatch: pytest.MonkeyPatch, lab: Lab
+) -> None:
+    """Blends are limited by their number, and by the number of their hashes: each of these has 7 blocks."""
+    monkeypatch.setattr(isolation, "MAX_BLENDS", most)
+    blends, policy = OwnBlends(BLOCK, blocks), state_of_a_blend(lab).policy
     asked = {name: Request(name, [*chat(DOC_A), number]) for number, name in enumerate("abcd")}
 
     def found(name: str, tenant: str) -> bool:
@@ -1007,8 +1161,8 @@ def test_the_tenant_with_the_most_blends_loses_its_oldest_one(monkeypatch: pytes
         request = asked[name]
         blends.add(
             request=name, tenant=tenant, prompt=request.prompt_token_ids, hashes=request.block_hashes,
-            end=len(request.prompt_token_ids), pieces=PIECES, policy=policy, salts=((1, b"salt"),),
-            origin=(1, b"salt"), by_separators=True,
+            salted=request.block_hashes, end=len(request.prompt_token_ids), pieces=PIECES, policy=policy,
+            salts=((1, b"salt"),), origin=(1, b"salt"), by_separators=True,
         )  # fmt: skip
     assert [found("a", "busy"), found("b", "other"), found("c", "busy"), found("d", "busy")] == [False, *[True] * 3]
     blends.forget("d", "busy")
@@ -1027,18 +1181,29 @@ def state_of_a_blend(lab: Lab) -> object:
 def test_salts_are_set_and_taken_away_again() -> None:
     request = Request("one", list(range(40)))
     exact = list(request.block_hashes)
-    one, two = (2, b"one"), (5, b"two")
-    set_salts(request, (one, two))
+    for salt in ((2, b"one"), (5, b"two")):
+        add_salt(request, salt)
     both = list(request.block_hashes)
     assert both[:2] == exact[:2]
     assert not set(both[2:]) & set(exact)
-    set_salts(request, (one,), replacing=(one, two))
+    set_hashes(request, both[:5])
     assert request.block_hashes[:5] == both[:5]
     assert request.block_hashes[5] != both[5]
-    set_salts(request, (), replacing=(one,))
+    set_hashes(request, exact[:2])
     assert request.block_hashes == exact
-    set_salts(request, ())
-    assert request.block_hashes == exact
+    set_hashes(request, both[:6])
+    assert request.block_hashes == both, "later blocks chain from the given ones"
+
+
+def test_the_hashes_of_a_conversation_are_kept_once() -> None:
+    first = SaltedHashes.of([b"a", b"b", b"c"], None)
+    second = SaltedHashes.of([b"a", b"b", b"c", b"d"], first)
+    other = SaltedHashes.of([b"a", b"x", b"y"], second)
+    alone = SaltedHashes.of([b"z"], other)
+    assert [one.new for one in (second, other, alone)] == [(b"d",), (b"x", b"y"), (b"z",)]
+    assert [b"".join(one.whole()) for one in (first, second, other, alone)] == [b"abc", b"abcd", b"axy", b"z"]
+    assert [len(one) for one in (first, second, other, alone)] == [3, 4, 3, 1]
+    assert SaltedHashes.of([b"a", b"b"], second).new == (), "as much as it has of another"
 
 
 # -- approximate KV stays apart from exact KV ------------------------------------------------------------------------
@@ -1178,6 +1343,31 @@ def test_a_preempted_blend_continues_no_other_one(lab: Lab) -> None:
     lab.compute(request, request.num_tokens - request.num_computed_tokens)
     assert "continued_tokens" not in lab.finish(request)
     assert lab.scheduler.counts["blends_continued"] == 0
+    lab.drop_backfills()
+
+
+def test_a_preempted_request_that_was_computed_goes_on_exactly(make) -> None:
+    """In the middle of its answer it went on with the approximate blocks of another request."""
+    lab = make(answers=(HEADER,), messages=(USER,), blocks=256, slots=32, settings={"load_policy": "always"})
+    tokens = chat(DOC_A, DOC_B)
+    request = lab.arrive("one", tokens)
+    lab.wait(lambda: lab.admit(request) is not None or None)
+    lab.compute(request, len(tokens))
+    request.append([500])
+    lab.decode(request, [501, 502, 503, 504, 505])
+    lab.step()
+    lose(lab.store, *lab.store.known_keys())
+    learn(lab, DOC_A, DOC_B)
+    lab.preempt(request)
+    lab.pool.forget()
+    lab.serve("other", other_question(600), output=[*ANSWER, 9])
+    lab.drop_backfills()
+    assert approximate(lab) == 1
+    lab.wait(lambda: lab.admit(request) is not None or None)
+    assert not lab.step().loads
+    assert not state_of(lab, "one").salts
+    lab.compute(request, request.num_tokens - request.num_computed_tokens)
+    lab.finish(request)
     lab.drop_backfills()
 
 

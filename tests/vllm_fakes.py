@@ -135,6 +135,7 @@ class Request:
         self.kv_transfer_params = None if self.lmc is None else {"lmc": self.lmc}
         self.all_token_ids = list(self.prompt_token_ids)
         self.block_hashes = []
+        self.hashed = 0  # number of hashes that were computed
         self.update_block_hashes()
 
     @property
@@ -161,7 +162,9 @@ class Request:
         self.update_block_hashes()
 
     def update_block_hashes(self):
-        self.block_hashes.extend(hashes_of(self.all_token_ids, self.block_hashes, self.cache_salt))
+        new = hashes_of(self.all_token_ids, self.block_hashes, self.cache_salt)
+        self.block_hashes.extend(new)
+        self.hashed += len(new)
 
 
 def hashes_of(tokens, known=(), salt=None):

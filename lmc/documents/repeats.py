@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmc.blend.markers import Markers
-from lmc.blend.segments import Span, is_result, texts
+from lmc.blend.segments import Span, ends_with_result, texts
 from lmc.documents.finder import BLOCK, as_array, is_periodic, polynomials
 
 WINDOW = BLOCK  # tokens of a window
@@ -168,7 +168,8 @@ def to_learn(
     for before, after in pairwise([Span(0, 0), *theirs, Span(len(tokens), len(tokens))]):
         free[before.stop : after.start] = bytes(after.start - before.stop)
     latest = theirs[-1]
-    asks = latest.stop if is_result(tokens, latest, markers) else max(latest.start, latest.stop - WINDOW)
+    is_result = ends_with_result(tokens, markers, ends.is_blank)
+    asks = latest.stop if is_result else max(latest.start, latest.stop - WINDOW)
     learned: list[Span] = []
     for repeat in repeats:
         for run in _runs(free, Span(max(0, repeat.start - NEAR), min(len(tokens), repeat.stop + NEAR))):

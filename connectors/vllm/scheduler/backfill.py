@@ -20,7 +20,7 @@ from typing import Any
 
 from lmc.connectors.vllm.messages import BackfillJob
 from lmc.connectors.vllm.scheduler.idle import IdleJob
-from lmc.connectors.vllm.scheduler.isolation import Salt, Salts, set_salts
+from lmc.connectors.vllm.scheduler.isolation import Salt, Salts, set_hashes
 from lmc.connectors.vllm.scheduler.kv_groups import KVGroups, numbers_of
 from lmc.connectors.vllm.scheduler.pending import PendingTransfers
 from lmc.connectors.vllm.start import Setup
@@ -132,10 +132,11 @@ class Backfill:
 
     def _blended(self, request: Any, salts: Salts) -> BlendedRequest:
         """Return the full blocks of a request with their exact hashes."""
-        set_salts(request, (), replacing=salts)
+        salted = list(request.block_hashes)
+        set_hashes(request, salted[: salts[0][0]])
         full = min(len(request.block_hashes), len(request.all_token_ids) // self._block_size)
         hashes = tuple(request.block_hashes[:full])
-        set_salts(request, salts)
+        set_hashes(request, salted)
         return BlendedRequest(request, tuple(request.all_token_ids[: full * self._block_size]), hashes)
 
     def _begin(self, one: BlendedRequest, cached: list[list[Any]]) -> BackfillJob:

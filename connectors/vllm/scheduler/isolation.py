@@ -12,7 +12,7 @@ Only public list operations of the request are used.
 
 import hashlib
 from array import array
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,9 @@ from lmc.engine import Piece
 Salt = tuple[int, bytes]  # (block, secret): block hashes from `block` on depend on `secret`
 Salts = tuple[Salt, ...]  # ascending
 
-MAX_BLENDS = 4096  # maximal number of remembered blends; each takes about 1 KB
+MAX_BLENDS = 4096  # maximal number of remembered blends; each takes about 1 KB, and its hashes
+RECENT_BLENDS = 256  # Requests that wait look whether one of these is new and fits.
+HASHES_PER_BLOCK = 2  # maximal number of remembered hashes for each block of the engine, about 90 bytes each
 
 
 def salt_of(prompt: Sequence[int], reused: Sequence[Piece], policy: RecomputePolicy) -> bytes:
@@ -34,16 +36,45 @@ def salt_of(prompt: Sequence[int], reused: Sequence[Piece], policy: RecomputePol
     return hashlib.sha256(b"lmc-blend-2 %d " % len(given) + given + array("I", tokens).tobytes()).digest()
 
 
-def set_salts(request: Any, salts: Salts, *, replacing: Salts = ()) -> None:
-    """Recompute the request's block hashes so that they depend on `salts`, and no longer on `replacing`."""
-    if replacing:
-        del request.block_hashes[replacing[0][0] :]
-        request.update_block_hashes()
-    for block, secret in salts:
-        original = request.block_hashes[block]
-        del request.block_hashes[block:]
-        request.block_hashes.append(hashlib.sha256(secret + original).digest())
-        request.update_block_hashes()
+def set_hashes(request: Any, hashes: Sequence[bytes]) -> None:
+    """Replace the hashes of the request's first blocks. vLLM computes those of the later blocks, which chain on."""
+    request.block_hashes[:] = hashes
+    request.update_block_hashes()
+
+
+def add_salt(request: Any, salt: Salt) -> None:
+    """Recompute the request's block hashes from the salt's block on, so that they depend on its secret."""
+    block, secret = salt
+    salted = hashlib.sha256(secret + request.block_hashes[block]).digest()
+    set_hashes(request, [*request.block_hashes[:block], salted])
+
+
+@dataclass(frozen=True, slots=True)
+class SaltedHashes:
+    """The block hashes of a blended prompt. The turns of a conversation share them, or they would take a square."""
+
+    new: tuple[bytes, ...]  # of the blocks after the shared ones
+    shared: int = 0  # number of blocks at the beginning that have the hashes of `earlier`
+    earlier: "SaltedHashes | None" = None
+
+    @classmethod
+    def of(cls, hashes: Sequence[bytes], earlier: "SaltedHashes | None") -> "SaltedHashes":
+        """Return these hashes, which may begin like those of an earlier blend."""
+        pairs = enumerate(zip(hashes, earlier.whole(), strict=False)) if earlier is not None else ()
+        known = min(len(earlier), len(hashes)) if earlier is not None else 0
+        shared = next((at for at, (one, other) in pairs if one != other), known)
+        return cls(tuple(hashes[shared:]), shared, earlier if shared else None)
+
+    def __len__(self) -> int:
+        return self.shared + len(self.new)
+
+    def whole(self) -> list[bytes]:
+        """Return the hashes of all blocks."""
+        parts, need, at = [self.new], self.shared, self.earlier
+        while at is not None and need:
+            parts.append(at.new[: max(0, need - at.shared)])
+            need, at = min(need, at.shared), at.earlier
+        return [block for part in reversed(parts) for block in part]
 
 
 @dataclass(slots=True)
@@ -61,12 +92,14 @@ class OwnBlend:
     policy: RecomputePolicy
     pieces: tuple[Placement, ...]  # its approximate tokens
     salts: Salts
+    hashes: SaltedHashes  # of the full blocks among the tokens on which the blend depends
     origin: Salt  # the first salt of the first blend of the conversation
     block: bytes  # the exact hash of the last full block among the tokens on which the blend depends
     rest: tuple[int, ...]  # the tokens between `block` and `end`
     first: int  # the position of the first block with approximate tokens
     end: int  # The blend depends on the tokens before this position.
     documents: bytes  # the exact hash of the last full block of the blend's documents
+    last: int  # number of full blocks up to the end of these documents
     by_separators: bool  # Separators mark the blend's documents.
     revisions: RevisionCost  # shared with the blends that revise it
 
@@ -75,6 +108,14 @@ class OwnBlend:
         """The position after the last approximate token."""
         return self.pieces[-1].at + self.pieces[-1].tokens
 
+    def begins(self, hashes: Sequence[bytes]) -> bool:
+        """Return whether a prompt with these exact hashes begins with the full blocks of the blend."""
+        return list(hashes[len(self.hashes) - 1 : len(self.hashes)]) == [self.block]
+
+    def has_documents_of(self, hashes: Sequence[bytes]) -> bool:
+        """Return whether a prompt with these exact hashes begins with the blend's documents."""
+        return list(hashes[self.last - 1 : self.last]) == [self.documents]
+
 
 class OwnBlends:
     """The recent blends of one engine, by the block hashes of their prompts.
@@ -82,12 +123,15 @@ class OwnBlends:
     The hashes of a prompt's blocks cover the tenant's salt, so a tenant finds only its own blends.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, block_size: int, blocks: int) -> None:
+        """Remember blends of an engine that has this number of blocks."""
+        self._block_size, self._most_hashes = block_size, HASHES_PER_BLOCK * blocks
         self._by_block: defaultdict[bytes, list[OwnBlend]] = defaultdict(list)
         self._by_documents: dict[bytes, OwnBlend] = {}
         self._of_tenant: defaultdict[str, OrderedDict[OwnBlend, None]] = defaultdict(OrderedDict)
-        self.changes = 0  # number of blends added or removed until now
+        self._recent: deque[OwnBlend] = deque(maxlen=RECENT_BLENDS)  # the last blends that were added
+        self._hashes = 0  # number of hashes that blends do not share with earlier ones
+        self.added = 0  # number of blends that were added until now
 
     def add(
         self,
@@ -96,18 +140,20 @@ class OwnBlends:
         tenant: str,
         prompt: Sequence[int],
         hashes: Sequence[bytes],
+        salted: Sequence[bytes],
         end: int,
         pieces: Sequence[Placement],
         policy: RecomputePolicy,
         salts: Salts,
         origin: Salt,
         by_separators: bool,
-        revisions: RevisionCost | None = None,
+        earlier: OwnBlend | None = None,
     ) -> None:
-        """Add a blend that depends on the tokens before `end`. `hashes` are the exact hashes of the prompt's blocks.
+        """Add a blend that depends on the tokens before `end`.
 
-        `pieces` are its approximate tokens, with those of an earlier blend that it continues. A blend that revises an
-        earlier one gets the `revisions` of that one.
+        `hashes` are the exact hashes of the prompt's blocks, and `salted` those of the blend. `pieces` are its
+        approximate tokens, with those of the `earlier` blend that it continues or revises. Both have the same
+        revisions.
         """
         full = min(end // self._block_size, len(hashes))
         if not full:
@@ -118,14 +164,16 @@ class OwnBlends:
             policy=policy,
             pieces=tuple(pieces),
             salts=salts,
+            hashes=SaltedHashes.of(salted[:full], earlier.hashes if earlier is not None else None),
             origin=origin,
             block=hashes[full - 1],
             rest=tuple(prompt[full * self._block_size : end]),
             first=salts[0][0] * self._block_size,
             end=end,
             documents=hashes[last - 1],
+            last=last,
             by_separators=by_separators,
-            revisions=revisions or RevisionCost(),
+            revisions=earlier.revisions if earlier is not None else RevisionCost(),
         )
         self._by_documents[blend.documents] = blend
         same = [
@@ -137,10 +185,19 @@ class OwnBlends:
             self._remove(other, tenant)
         self._by_block[blend.block].append(blend)
         self._of_tenant[tenant][blend] = None
-        self.changes += 1
-        if sum(map(len, self._of_tenant.values())) > MAX_BLENDS:  # The tenant with the most blends loses one.
+        self._recent.append(blend)
+        self._hashes += len(blend.hashes.new)
+        self.added += 1
+        while (count := sum(map(len, self._of_tenant.values()))) > 1 and (
+            count > MAX_BLENDS or self._hashes > self._most_hashes
+        ):  # The tenant with the most blends loses one.
             most = max(self._of_tenant, key=lambda name: len(self._of_tenant[name]))
             self._remove(next(iter(self._of_tenant[most])), most)
+
+    def added_since(self, number: int) -> Sequence[OwnBlend] | None:
+        """Return the blends that were added after the first `number` ones; None if these are too many."""
+        count = self.added - number
+        return list(self._recent)[len(self._recent) - count :] if count <= len(self._recent) else None
 
     def find(
         self,
@@ -196,9 +253,9 @@ class OwnBlends:
 
     def clear(self) -> None:
         """Forget all blends."""
-        self._by_block.clear()
-        self._by_documents.clear()
-        self._of_tenant.clear()
+        for memory in (self._by_block, self._by_documents, self._of_tenant, self._recent):
+            memory.clear()
+        self._hashes = 0
 
     def _remove(self, blend: OwnBlend, tenant: str) -> None:
         of_block, of_tenant = self._by_block[blend.block], self._of_tenant[tenant]
@@ -210,7 +267,7 @@ class OwnBlends:
             del self._by_block[blend.block]
         if not of_tenant:
             del self._of_tenant[tenant]
-        self.changes += 1
+        self._hashes -= len(blend.hashes.new)
 
 
 def _fits(blend: OwnBlend, documents: Sequence[Span] | None, policy: RecomputePolicy) -> bool:
@@ -219,7 +276,10 @@ def _fits(blend: OwnBlend, documents: Sequence[Span] | None, policy: RecomputePo
         return False
     if documents is None:
         return blend.by_separators
-    return all(
-        any(span.start <= piece.at and piece.at + piece.tokens <= span.stop for span in documents)
-        for piece in blend.pieces
-    )
+    at = 0
+    for piece in blend.pieces:  # Both are ascending.
+        stop = piece.at + piece.tokens
+        at = next((n for n in range(at, len(documents)) if documents[n].stop >= stop), len(documents))
+        if at == len(documents) or documents[at].start > piece.at:
+            return False
+    return True

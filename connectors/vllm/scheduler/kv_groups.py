@@ -53,6 +53,11 @@ class KVGroups:
         return list(range(self.count))
 
     @property
+    def without_window(self) -> list[int]:
+        """The numbers of the groups in which a token sees all tokens before it."""
+        return [group for group, window in enumerate(self.windows) if not window]
+
+    @property
     def windowed(self) -> bool:
         """Whether the engine keeps only some of a request's blocks in at least one group."""
         return any(self.windows)
@@ -73,7 +78,7 @@ class KVGroups:
 
     def cached(self, hashes: Sequence[bytes]) -> int:
         """Return after how many of these blocks the engine can continue from its own prefix cache."""
-        found = self.cached_in([group for group, window in enumerate(self.windows) if not window], hashes)
+        found = self.cached_in(self.without_window, hashes)
         windowed = [group for group, window in enumerate(self.windows) if window]
         while windowed:
             shorter = min(self._cached_in_window(group, hashes[:found]) for group in windowed)

@@ -31,7 +31,7 @@ from lmc.connectors.vllm.scheduler.backfill import Backfill
 from lmc.connectors.vllm.scheduler.balance import Balances
 from lmc.connectors.vllm.scheduler.claims import Claims, fewest_tokens
 from lmc.connectors.vllm.scheduler.idle import REST_SECONDS
-from lmc.connectors.vllm.scheduler.isolation import OwnBlend, OwnBlends, salt_of, set_salts
+from lmc.connectors.vllm.scheduler.isolation import OwnBlend, OwnBlends, add_salt, salt_of, set_hashes
 from lmc.connectors.vllm.scheduler.jobs import end_of_pages, is_blend, job_of, own_pieces, sources_of
 from lmc.connectors.vllm.scheduler.kv_events import BlocksMoved, KVEvents
 from lmc.connectors.vllm.scheduler.kv_groups import KVGroups
@@ -109,7 +109,7 @@ class Scheduler:
         self.off = False  # lmc is switched off: nothing is loaded, saved or learned for new requests.
         if setup.blends and setup.settings.blend_learn:
             self.engine.share_learning(self._has_time)
-        self._own_blends = OwnBlends(setup.block_size)
+        self._own_blends = OwnBlends(setup.block_size, len(setup.pool.blocks))
         self._backfill = Backfill(setup, self.pending)
         self._balances = Balances()
         self._adapters: dict[tuple[int, str], bytes] = {}
@@ -176,6 +176,9 @@ class Scheduler:
         if request.num_tokens == 1:
             return 0
         state.decodes = False  # A request that decoded before was preempted.
+        if state.revision is not None and self._was_blended_meanwhile(state):
+            self._claims.release(state)
+            state.revision = None
         if state.revision is not None and not self._still_revises(state, state.revision, local):
             return None
         if state.cached and state.revision is None:
@@ -220,13 +223,16 @@ class Scheduler:
         return plan
 
     def _awaits_answers(self, state: RequestState) -> bool:
-        """Return whether a request waits for slow tiers to say what they have. If not, it uses what they have said."""
+        """Return whether a request waits for slow tiers to say what they have. If not, it uses what they have said.
+
+        If it then continues an earlier blend, the engine asks again, and finds the blocks of that blend.
+        """
         if not state.asked:
             return False
         if self._claims.awaits_answers(state):
             return True
         self._find_stored(state, self._claims.look(state))
-        return False
+        return bool(state.salts)
 
     def _lacks_blocks(self, state: RequestState, plan: Plan) -> bool:
         """Return whether too few blocks are free for a prompt and for what its blend borrows."""
@@ -594,6 +600,10 @@ class Scheduler:
         self.engine.learning.clear()
         for state in self._states.values():
             state.approximate = 0  # Tokens that the request still computes depend on old KV.
+            state.revision = None
+            if state.salts and not (state.loading or state.scheduled):  # It was to continue an earlier blend.
+                set_hashes(state.request, state.exact_hashes)
+                state.salts, state.continues, state.continued = (), None, 0
             # The keys of its documents belong to the old weights.
             state.role, state.documents, state.unknown = Role.EXACT, (), ()
             if not state.loading:
@@ -812,7 +822,8 @@ class Scheduler:
         before = state.blended_before or cached
         if cached > known and self._roles.separators_after(state, before) <= 1:
             return True
-        set_salts(request, (), replacing=state.salts)
+        if state.salts:
+            set_hashes(request, state.exact_hashes)
         state.role, state.salts, state.exact_hashes = Role.EXACT, (), ()
         state.approximate, state.searched, state.blended_before = None, -1, 0
         state.origin = state.revision = state.continues = None
@@ -857,16 +868,27 @@ class Scheduler:
     def _waits_for_own_blend(self, state: RequestState, local: int) -> bool:
         """Return whether a request waits for a blend that is under way, or has just found a blend to continue.
 
-        In both cases the engine asks again in its next step, and then finds the blocks of that blend.
+        In both cases the engine asks again in its next step, and then finds the blocks of that blend. A request that
+        was preempted goes on as it began.
         """
-        if state.role is not Role.BLEND or state.salts or state.revision:
+        if state.role is not Role.BLEND or state.salts or state.revision or state.request.num_preemptions:
             return False
-        if state.searched == self._own_blends.changes:
+        added, hashes = self._own_blends.added_since(state.searched), state.exact_hashes
+        if added is not None and not any(one.begins(hashes) or one.has_documents_of(hashes) for one in added):
+            state.searched = self._own_blends.added
             return False
         waits = self._continue_own_blend(state, max(state.stored_exactly, local))
         if waits:
             self._claims.wait_from_now(state)
         return waits
+
+    def _was_blended_meanwhile(self, state: RequestState) -> bool:
+        """Return whether a request plans a revision, and another one with the same prompt has begun it, or more.
+
+        Samples of a prompt and retries arrive together. One of them revises the blend, and the others continue.
+        """
+        added = self._own_blends.added_since(state.searched)
+        return added is None or any(one.begins(state.exact_hashes) for one in added)
 
     def _continue_own_blend(self, state: RequestState, exact: int, *, by_separators: bool = False) -> bool:
         """Continue an earlier blend of the engine, or revise it if the request asks another question.
@@ -879,6 +901,7 @@ class Scheduler:
         """
         request, policy = state.request, state.policy
         assert policy is not None
+        state.searched = self._own_blends.added
         documents = None if by_separators else [document.span for document in state.documents]
         for blend in self._own_blends.find(
             tenant=state.salt,
@@ -889,14 +912,17 @@ class Scheduler:
         ):
             if request.num_prompt_tokens > blend.end + BEGUN:
                 self._note_follow_up(state)
-            if self._is_under_way(blend, state):
+            if self._waits_for(blend, state):
                 return True
-            set_salts(request, blend.salts)
-            if (cached := self._cached(request)) > max(exact, blend.first):
+            reach, least = self._reach_of(blend), max(exact, blend.first)
+            if reach < len(blend.hashes) and reach * self._block_size <= least:
+                continue  # The engine has evicted its end.
+            set_hashes(request, blend.hashes.whole())
+            if (cached := self._cached(request)) > least:
                 asks = self._asks_another_question(state, blend)
                 if asks and not self._may_revise(blend):
                     state.shared_with_blend = cached  # So it is computed.
-                    set_salts(request, (), replacing=blend.salts)
+                    set_hashes(request, state.exact_hashes)
                     break
                 state.origin, state.blended_before = blend.origin, blend.end
                 if asks:
@@ -905,11 +931,19 @@ class Scheduler:
                 else:
                     self._continue_unchanged(state, blend)
                 return True
-            set_salts(request, (), replacing=blend.salts)
-        if self._asks_about_same_documents(state, exact, documents):
-            return True
-        state.searched = self._own_blends.changes
-        return False
+            set_hashes(request, state.exact_hashes)
+            if reach == len(blend.hashes):  # Shorter blends have no more of this prompt.
+                break
+        return self._asks_about_same_documents(state, exact, documents)
+
+    def _reach_of(self, blend: OwnBlend) -> int:
+        """Return how many blocks of a blend the engine has, from the first one on, apart from layers with a window.
+
+        Returns 0 without the first approximate block, which is checked first: most old blends lack it.
+        """
+        hashes, first = blend.hashes.whole(), blend.first // self._block_size
+        found = self._groups.cached_in(self._groups.without_window, hashes[first : first + 1])
+        return self._groups.cached_in(self._groups.without_window, hashes) if found else 0
 
     def _continue_unchanged(self, state: RequestState, blend: OwnBlend) -> None:
         """Serve a request from the blocks of an earlier blend, whose salts its hashes have."""
@@ -926,32 +960,35 @@ class Scheduler:
         blend = self._own_blends.find_same_documents(hashes=state.exact_hashes, documents=documents, policy=policy)
         if blend is None or not self._may_revise(blend):
             return False
-        if self._is_under_way(blend, state):
+        if self._waits_for(blend, state):
             return True
-        set_salts(request, blend.salts)
+        set_hashes(request, blend.hashes.whole()[: blend.last])
         if (cached := self._cached(request)) <= max(exact, blend.first):
-            set_salts(request, (), replacing=blend.salts)
+            set_hashes(request, state.exact_hashes)
             return False
         self._revise(state, blend, cached, continues=False)
         self._note_follow_up(state)
         return True
 
-    def _is_under_way(self, blend: OwnBlend, state: RequestState) -> bool:
-        """Return whether a blend of another request is not in the engine's cache yet.
+    def _waits_for(self, blend: OwnBlend, state: RequestState) -> bool:
+        """Return whether a request waits for a blend of another one that is not in the engine's cache yet.
 
-        The engine caches the blocks of a load when it schedules the request for the first time.
+        The engine caches the blocks of a load when it schedules the request for the first time. Until then, each step
+        looks again.
         """
         first = self._states.get(blend.request)
-        return first is not None and not first.scheduled and first is not state
+        waits = first is not None and not first.scheduled and first is not state
+        state.searched = -1 if waits else state.searched
+        return waits
 
     def _may_revise(self, blend: OwnBlend) -> bool:
         """Return whether the revisions of a blend have cost less than a share of computing its documents exactly."""
-        return not self._weighs_blends or blend.revisions.tokens < REVISED_SHARE * blend.stop
+        return not self._weighs_blends or blend.revisions.tokens < REVISED_SHARE * (blend.stop - blend.first)
 
     def _revise(self, state: RequestState, blend: OwnBlend, cached: int, *, continues: bool) -> None:
         """Plan a revision of a blend, whose salts the request's hashes have. The engine has `cached` tokens of it."""
         hashes = state.request.block_hashes[: cached // self._block_size]
-        set_salts(state.request, (), replacing=blend.salts)
+        set_hashes(state.request, state.exact_hashes)
         state.revision = Revision(blend=blend, hashes=hashes, block_size=self._block_size, continues=continues)
         state.question = max(state.question, cached)
 
@@ -1010,16 +1047,14 @@ class Scheduler:
         self._claims.release(state)
         state.revision = None
         if revision.continues:
-            set_salts(state.request, revision.blend.salts)
+            set_hashes(state.request, revision.blend.hashes.whole())
             self._continue_unchanged(state, revision.blend)
-        else:
-            state.searched = self._own_blends.changes
 
     def _compute_instead(self, state: RequestState, revision: Revision) -> None:
         """Compute a prompt for which a revision was planned. Further ones find its blocks in the engine's own cache."""
         self._claims.release(state)
         state.revision, state.shared_with_blend = None, revision.stop
-        state.searched = self._own_blends.changes
+        state.searched = self._own_blends.added
         state.refused = REPEATED
         state.add_note(REPEATED)
 
@@ -1033,9 +1068,12 @@ class Scheduler:
         # Blocks of an earlier blend that the engine still has keep their salts; later blocks are blended again.
         kept = tuple(one for one in state.salts if one[0] * self._block_size < plan.match.local)
         salts = (*kept, (first // self._block_size, salt_of(request.prompt_token_ids, reused, policy)))
-        set_salts(request, salts, replacing=state.salts)
-        earlier = state.continues.pieces if state.continues is not None and kept else ()
-        pieces = [replace(one, tokens=min(one.tokens, first - one.at)) for one in earlier if one.at < first]
+        if lost := state.salts[len(kept) :]:
+            set_hashes(request, request.block_hashes[: lost[0][0]])
+        add_salt(request, salts[-1])
+        earlier = state.continues if kept else None
+        known = earlier.pieces if earlier is not None else ()
+        pieces = [replace(one, tokens=min(one.tokens, first - one.at)) for one in known if one.at < first]
         pieces += [Placement(at=piece.at, tokens=piece.tokens, first=piece.first) for piece in reused]
         state.salts, state.origin = salts, state.origin or salts[0]
         self._own_blends.add(
@@ -1043,13 +1081,14 @@ class Scheduler:
             tenant=state.salt,
             prompt=request.prompt_token_ids,
             hashes=state.exact_hashes,
+            salted=request.block_hashes,
             end=self._end_of_question(state) if policy.strategy in NEEDS_QUESTION else reused[-1].stop,
             pieces=pieces,
             policy=policy,
             salts=salts,
             origin=state.origin,
             by_separators=state.options is not None and state.options.documents is None,
-            revisions=state.revision.blend.revisions if state.revision else None,
+            earlier=state.revision.blend if state.revision is not None else earlier,
         )
 
     def _end_of_question(self, state: RequestState) -> int:
