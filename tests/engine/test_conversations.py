@@ -196,6 +196,18 @@ def test_four_samples_and_retries_make_one_blend(lab):
     assert lab.numbers["blends"] == blends + 1
 
 
+def test_samples_of_a_later_turn_share_one_revision(lab):
+    """Each of them revised the blend, in copies of all its blocks."""
+    if lab.lmc._groups.windowed:
+        pytest.skip("layers with a window have only their last blocks in the cache")
+    tokens = later(TOKENS, answer(lab.ask(TOKENS, wish(), 40)))
+    without_idle_time(lab)
+    blends = lab.numbers["blends"]
+    lab.ask(tokens, wish(), 8, n=4, temperature=0.7)
+    without_idle_time(lab)
+    assert lab.numbers["blends"] == blends + 1
+
+
 def test_each_step_of_a_beam_search_goes_on_from_one_blend(lab):
     tokens, blends = PROMPT.tokens, lab.numbers.get("blends", 0)
     beams = [list(tokens)]
