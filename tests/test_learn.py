@@ -19,12 +19,13 @@ from amount import some
 from forked import Forked, command
 from http_stub import http_stub
 from rich.console import Console
+from service_fakes import serving
 from storage_fakes import eventually
 from test_cli import lmc, without_torch
 from test_turn_headers import ADDED, tokenizer_of
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lmc.commands.learn.learners import Retention, Stored
+from lmc.commands.learn.learners import ModelLearner, Retention, Stored
 from lmc.commands.learn.manifest import Manifest
 from lmc.commands.learn.run import LearnRun, parts_of
 from lmc.config.settings import Settings
@@ -33,7 +34,7 @@ from lmc.demo import SHIPPED
 from lmc.documents.escaped import PROBE, as_json, escapes_tool_results
 from lmc.documents.sources import Corpus, Document, read_documents
 from lmc.errors import InputError
-from lmc.http.client import PAGE
+from lmc.http.client import PAGE, Unreachable
 from lmc.http.prompts import plain_chat
 from lmc.rag import messages
 from lmc.terminal import seconds_of
@@ -308,6 +309,20 @@ def test_what_no_tier_keeps_is_not_said_to_be_learned(tmp_path: Path, monkeypatc
     assert (tmp_path / "learned.jsonl").read_text() == ""
     monkeypatch.setenv("LMC_LOCAL_DISK", str(tmp_path / "disk"))
     assert "24 documents learned in" in lmc(*words)[1]
+
+
+def test_what_a_lost_cache_server_does_not_have_is_not_said_to_be_learned(tmp_path: Path) -> None:
+    """The run went on, noted the documents as learned, and ended with exit code 0."""
+    one, two = (Document(name, TEXTS[name]) for name in sorted(TEXTS)[:2])
+    with Manifest(tmp_path / "m") as manifest:
+        with serving(tmp_path, 0, max_local_cpu_size=0.02) as server:
+            settings = Settings(chunk_size=16, enable_blending=True, server=server.path)
+            learner = ModelLearner(str(MODEL), settings)
+            assert LearnRun(Corpus([one]), manifest, Retention()).learn(learner, 1).learned == 1
+        with pytest.raises(Unreachable, match="lost the cache server"):
+            LearnRun(Corpus([two]), manifest, Retention()).learn(learner, 1)
+        learner.close()
+        assert [manifest.has(document) for document in (one, two)] == [True, False]
 
 
 def test_documents_are_pinned_and_limited_in_time_also_if_they_were_learned_before(tmp_path: Path) -> None:

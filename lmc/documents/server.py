@@ -23,6 +23,11 @@ class LearningEngine:
 class DocumentServer(ABC):
     """What a store in a cache server does for documents. A store in an engine's own process does none of it."""
 
+    @property
+    @abstractmethod
+    def connection(self) -> int:
+        """The number of the connection to the server; 0 while the server is lost. Each new connection has another."""
+
     @abstractmethod
     def keeper(self, known: KnownDocuments, unqueue: Callable[[KnownDocument], object]) -> DocumentKeeper:
         """Return a keeper that sends pins and time limits of `known` documents to the server.

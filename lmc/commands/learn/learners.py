@@ -172,8 +172,10 @@ class ModelLearner:
         self._cached, self._tokenizer = CachedModel.load(model, settings, cache_salt=salt)
 
     def learn(self, document: Document) -> Stored:
-        """See `ServerLearner`."""
+        """Learn a document. Raises `Unreachable` if no tier can be written, or if the cache server was lost."""
         engine, stored = self._cached.engine, []
+        server = engine.server
+        connection = server.connection if server else 0
         try:
             for tokens in document_tokens(self._tokenizer.encode, self._cached.markers, self._separator, document.text):
                 self._cached.learn(tokens, document.id[:LONGEST_NAME])
@@ -182,6 +184,9 @@ class ModelLearner:
             engine.store.flush()  # The manifest must not name a document that no tier has yet.
         except InputError as error:
             return Stored(failed=str(error))
+        lost = server is not None and (not connection or connection != server.connection)
+        if lost and not all(engine.lookup([key for known in stored for key in known.keys])):
+            raise Unreachable(f"lost the cache server at {engine.settings.server}: start it again with lmc serve")
         usable = engine.stats().usable
         if usable and not any(usable.values()):  # Memory is lost when this process ends.
             raise Unreachable(f"cannot store documents: {' and '.join(usable)} cannot be written")

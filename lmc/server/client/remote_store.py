@@ -192,6 +192,12 @@ class RemoteStore(ChunkStore, DocumentServer):
         """
         return self._counts.total
 
+    @property
+    def connection(self) -> int:
+        """See `DocumentServer.connection`."""
+        at = self.attachment
+        return at.serial if at is not None else 0
+
     def keeper(self, known: KnownDocuments, unqueue: Callable[[KnownDocument], object]) -> RemoteKeeper:
         """See `DocumentServer.keeper`."""
         return RemoteKeeper(self.ask_slowly, lambda: self._pinned_chunks, known, unqueue)
@@ -401,6 +407,6 @@ class _RemoteChanges(Changes):
 
     def present(self) -> tuple[int, dict[str, list[Chunk]]]:
         """See `Changes.present`."""
-        at = self._store.attachment
+        connection = self._store.connection
         number, present = self._store.ask_slowly(m.Present(), (0, dict[str, list[Chunk]]()))
-        return (at.serial * CHANGE_NUMBERS if at is not None else 0) + number, present
+        return connection * CHANGE_NUMBERS + number, present
