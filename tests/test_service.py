@@ -674,6 +674,18 @@ def test_a_second_server_at_the_same_socket_is_refused_and_a_dead_one_is_replace
     assert not path.exists()
 
 
+def test_the_socket_of_another_program_stays(tmp_path):
+    """The server removed it, and the clients of the other program reached the server."""
+    path = tmp_path / "other.sock"
+    with socket.socket(socket.AF_UNIX) as other, socket.socket(socket.AF_UNIX) as client:
+        other.bind(str(path))
+        other.listen()
+        with pytest.raises(TierUnusable, match=r"another program listens at .*: end it, or choose"):
+            CacheServer(Settings(max_local_cpu_size=0.01), path)
+        client.connect(str(path))
+    assert [file.name for file in tmp_path.iterdir()] == ["other.sock"]
+
+
 def test_the_socket_of_a_server_that_starts_while_another_one_ends_stays(tmp_path, monkeypatch):
     """The old server removed the new one's socket at the end."""
     path, ends = tmp_path / "lmc.sock", threading.Event()

@@ -156,7 +156,7 @@ class Settings(BaseModel):
 
     # Administration
     admin: Annotated[str | None, BeforeValidator(_optional)] = Field(
-        None, description="the address where an engine is administered: 127.0.0.1:9180, or unix:///run/lmc.sock"
+        None, description="the address where an engine is administered: 127.0.0.1:9180, or unix:///run/lmc/admin.sock"
     )
     admin_token: Annotated[str | None, BeforeValidator(_token)] = Field(
         None, repr=False, description="text, in YAML between quotes if it has digits only"

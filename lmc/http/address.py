@@ -40,7 +40,9 @@ def host_and_port(address: str, token: str, setting: str = ADDRESS) -> tuple[str
     """
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or int(port) > LAST_PORT:
-        raise ConfigError(f"{setting} = {address} must be an address such as 127.0.0.1:9180, or unix:///run/lmc.sock")
+        raise ConfigError(
+            f"{setting} = {address} must be an address such as 127.0.0.1:9180, or unix:///run/lmc/admin.sock"
+        )
     host = host.strip("[]") or LOCAL[0]
     if host not in LOCAL and not token:
         raise ConfigError(f"{setting} = {address} can be reached from other hosts: set {TOKEN} to a secret")
@@ -67,7 +69,7 @@ def socket_path(address: str, engine: int = 0, setting: str = ADDRESS) -> str:
     """
     path = address.removeprefix(UNIX) + (str(engine) if engine else "")
     if not path.startswith("/"):
-        raise ConfigError(f"{setting} = {address} must have the path of a socket, such as unix:///run/lmc.sock")
+        raise ConfigError(f"{setting} = {address} must have the path of a socket, such as unix:///run/lmc/admin.sock")
     return path
 
 

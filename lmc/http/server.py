@@ -152,13 +152,8 @@ def tcp_socket(host: str, port: int) -> socket.socket:
 
 
 def _unix_socket(path: str) -> socket.socket:
-    """Return a unix socket that listens at a path which only this user may open.
-
-    A stale socket, without a listening process, is replaced.
-    """
-    with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as probe:
-        if stat.S_ISSOCK(os.stat(path).st_mode) and probe.connect_ex(path) == errno.ECONNREFUSED:
-            os.unlink(path)
+    """Return a unix socket that listens at a path which only this user may open; a stale socket is replaced."""
+    remove_stale_socket(path)
     listening, before = socket.socket(socket.AF_UNIX), os.umask(0o177)
     try:
         listening.bind(path)
@@ -169,6 +164,14 @@ def _unix_socket(path: str) -> socket.socket:
         os.umask(before)
     listening.listen()
     return listening
+
+
+def remove_stale_socket(path: str | Path) -> None:
+    """Remove a unix socket at which no process listens. Raises `OSError` if this fails."""
+    with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)  # A process may listen that accepts no connections now.
+        if stat.S_ISSOCK(os.stat(path).st_mode) and probe.connect_ex(str(path)) == errno.ECONNREFUSED:
+            os.unlink(path)
 
 
 class Guard:

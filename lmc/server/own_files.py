@@ -6,12 +6,12 @@ A server whose start fails removes the files and directories that it has created
 import logging
 import os
 import socket
-import stat
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from lmc.errors import TierUnusable
+from lmc.http.server import remove_stale_socket
 from lmc.server.client.connection import lock_of
 from lmc.storage.memory.memory_files import is_in_memory, locked
 
@@ -112,10 +112,11 @@ def _listener(path: Path, group: int | None, lock: int) -> socket.socket:
         if group is not None:
             os.fchown(lock, -1, group)
             os.fchmod(lock, 0o640)
+        remove_stale_socket(path)
         if path.exists():
-            if not stat.S_ISSOCK(path.stat().st_mode):
-                raise TierUnusable(f"cannot listen at {path}: it is not a socket; remove it, or choose another path")
-            path.unlink()
+            if path.is_socket():
+                raise TierUnusable(f"another program listens at {path}: end it, or choose another path")
+            raise TierUnusable(f"cannot listen at {path}: it is not a socket; remove it, or choose another path")
         with ExitStack() as opened:
             listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             before = os.umask(0o177 if group is None else 0o117)
