@@ -603,6 +603,23 @@ def test_a_manifest_that_ends_in_half_a_line_is_gone_on_with(tmp_path: Path) -> 
         assert not manifest.has(Document("one", "another text"))
 
 
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("content", ["notes\n", "notes", '{"id": "a", "text": "one"}\n', "[1]\n", '{"url": "a"}'])
+def test_a_file_that_is_not_a_manifest_stays_as_it_is(tmp_path: Path, content: str, again: bool) -> None:
+    """It was appended to, or emptied with --again."""
+    (tmp_path / "a").write_text(content)
+    with pytest.raises(InputError, match="is not a manifest of lmc learn; use --manifest for another file"):
+        Manifest(tmp_path / "a", again=again)
+    assert (tmp_path / "a").read_text() == content
+
+
+def test_a_manifest_for_which_a_disk_has_no_room_is_named() -> None:
+    """The error was that of standard output."""
+    reason = "cannot write the manifest /dev/full: No space left on device"
+    with pytest.raises(InputError, match=reason), Manifest(Path("/dev/full")) as manifest:
+        manifest.add(Document("one", "one"), [])
+
+
 def test_an_interrupted_run_says_how_to_go_on_and_what_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

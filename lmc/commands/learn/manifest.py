@@ -4,8 +4,8 @@ It is a file with one JSON line per document. The line is written when the docum
 """
 
 import json
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import TextIO
@@ -13,6 +13,8 @@ from typing import TextIO
 from lmc.documents.sources import Document
 from lmc.errors import InputError
 from lmc.small_files import user_cache
+
+LINE_START = '{"id": '
 
 
 def manifest_path(*target: str) -> Path:
@@ -26,34 +28,25 @@ class Manifest:
     def __init__(self, path: Path, *, again: bool = False) -> None:
         """Read the documents of earlier runs, or ignore them if all documents are learned `again`.
 
-        Raises `InputError` if the file cannot be written.
+        Raises `InputError` if the file cannot be written, or has lines that are not those of a manifest.
         """
         self.path = path
-        self._learned: dict[str, tuple[str, list[str]]] = {}
-        try:
+        with self._named_errors():
             path.parent.mkdir(parents=True, exist_ok=True)
-            ends_in_a_line = True
-            if path.exists() and not again:
-                text = path.read_text(encoding="utf-8", errors="replace")
-                ends_in_a_line = not text or text.endswith("\n")
-                for line in text.splitlines():
-                    with suppress(ValueError, TypeError, KeyError):  # A killed process may leave half a line.
-                        entry = json.loads(line)
-                        self._learned[entry["id"]] = entry["digest"], entry.get("documents", [])
+            text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+            learned = dict(filter(None, map(self._entry, text.split("\n"))))
+            self._learned = {} if again else learned
             self._file: TextIO = path.open("a", encoding="utf-8")
             self._outdated = again  # The first new line replaces the earlier lines.
-            if not ends_in_a_line:
+            if text and not text.endswith("\n"):
                 self._file.write("\n")
-        except OSError as error:
-            raise InputError(
-                f"cannot write the manifest {path}: {error.strerror}; use --manifest for another file"
-            ) from None
 
     def __enter__(self) -> "Manifest":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with self._named_errors():
+            self._file.close()
 
     def has(self, document: Document) -> bool:
         """Return whether this text was learned under this id."""
@@ -64,10 +57,35 @@ class Manifest:
         return self._learned[document.id][1]
 
     def add(self, document: Document, ids: Sequence[str]) -> None:
-        """Record a text as stored, as the documents with these ids."""
-        if self._outdated:
-            self._file.truncate(0)
-            self._outdated = False
+        """Record a text as stored, as the documents with these ids. Raises `InputError` if this fails."""
         self._learned[document.id] = document.digest, list(ids)
-        self._file.write(json.dumps({"id": document.id, "digest": document.digest, "documents": list(ids)}) + "\n")
-        self._file.flush()
+        line = json.dumps({"id": document.id, "digest": document.digest, "documents": list(ids)})
+        with self._named_errors():
+            if self._outdated:
+                self._file.truncate(0)
+                self._outdated = False
+            self._file.write(f"{line}\n")
+            self._file.flush()
+
+    def _entry(self, line: str) -> tuple[str, tuple[str, list[str]]] | None:
+        """Return the id of a line, with the digest and the document ids; None for the part that a killed run has left.
+
+        Raises `InputError` for a line of another file.
+        """
+        try:
+            entry = json.loads(line)
+            return str(entry["id"]), (entry["digest"], entry.get("documents", []))
+        except (ValueError, TypeError, KeyError) as error:
+            if isinstance(error, ValueError) and LINE_START.startswith(line[: len(LINE_START)]):
+                return None
+            raise InputError(f"{self.path} is not a manifest of lmc learn; use --manifest for another file") from None
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Raise `InputError` with the name of the manifest for an `OSError` of the block."""
+        try:
+            yield
+        except OSError as error:
+            raise InputError(
+                f"cannot write the manifest {self.path}: {error.strerror}; use --manifest for another file"
+            ) from None
