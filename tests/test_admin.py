@@ -7,6 +7,8 @@ import json
 import os
 import re
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -28,6 +30,7 @@ from vllm_fakes import DOC_A, DOC_B, Adapter, Lab, hashes_of, learn, prompt
 from lmc.commands.administration import document_table
 from lmc.connectors.vllm.scheduler.admin import Administration, serve, serve_if_wanted
 from lmc.documents.escaped import as_json
+from lmc.documents.sources import name_of
 from lmc.errors import ConfigError, InputError
 from lmc.http import client as http_client
 from lmc.http import server as http_server
@@ -819,6 +822,24 @@ def test_a_router_learns_whether_documents_are_found_without_separators_and_read
     (shown,) = found.documents.show(listed["id"])["documents"]
     assert shown["token_ids"] == DOC_A
     assert "token_ids" not in listed
+
+
+def test_a_document_whose_file_s_name_is_not_utf_8_is_found_by_that_name(make):
+    """The command ended with a traceback."""
+    lab, name = make(), os.fsdecode(b"\xff.txt")
+    lab.serve("one", DOC_A, {"learn": True, "name": name_of(name)})
+    with endpoint(administration(lab)) as address:
+        assert "\\xff.txt" in lmc("documents", "show", name, "--url", address)[1]
+        assert "1 of 1 document" in lmc("documents", "list", "--name", name, "--url", address)[1]
+
+
+@pytest.mark.parametrize("closed", ["documents list >&-", "explain - <&-"])
+def test_a_closed_standard_input_or_output_ends_no_command_with_a_traceback(served, closed):
+    words, stream = closed.rsplit(" ", 1)
+    program = [sys.executable, "-m", "lmc", *words.split(), "--url", served.url]
+    done = subprocess.run(["sh", "-c", f'exec "$@" {stream}', "sh", *program], capture_output=True, check=False)
+    refused = b"error: standard input is closed: pipe a text into the command, or name a file\n"
+    assert (done.returncode, done.stderr) == ((0, b"") if stream == ">&-" else (2, refused))
 
 
 def test_control_characters_of_documents_and_their_names_are_shown_escaped(make):

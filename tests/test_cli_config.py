@@ -138,7 +138,7 @@ def test_the_entry_point_runs_as_a_process() -> None:
     ]
 
 
-@pytest.mark.parametrize("words", [("config",), ("config", "--json")], ids=" ".join)
+@pytest.mark.parametrize("words", [("config",), ("config", "--json"), ("--help",), ("--version",)], ids=" ".join)
 def test_output_to_a_full_disk_is_an_error_of_one_line(words: tuple[str, ...]) -> None:
     command = [sys.executable, "-c", "from lmc.commands.cli import main; main()", *words]
     with open("/dev/full", "w") as full:

@@ -4,7 +4,7 @@ import pytest
 
 from lmc.errors import InputError
 from lmc.http.address import admin_token
-from lmc.http.client import authorization, with_scheme
+from lmc.http.client import HttpClient, Unreachable, authorization, with_scheme
 
 
 def test_addresses() -> None:
@@ -12,6 +12,11 @@ def test_addresses() -> None:
     assert with_scheme(":9180") == "http://127.0.0.1:9180", "where an engine listens that was given this"
     assert with_scheme("/run/lmc.sock") == "unix:///run/lmc.sock"
     assert with_scheme("https://host") == "https://host"
+
+
+def test_an_address_with_an_open_bracket_is_one_clear_line() -> None:
+    with pytest.raises(Unreachable, match=r"no server answers at http://\[::1 \(Invalid IPv6 URL\): is it running"):
+        HttpClient("http://[::1").ask("/health")
 
 
 def test_a_key_with_a_new_line_is_sent_without_and_another_wrong_one_is_not_shown(

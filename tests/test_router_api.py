@@ -188,6 +188,8 @@ def is_error(built, status: int, path: str, body=None, headers=None, method=None
         (405, ASK, None, "GET"), (405, ASK, None, "OPTIONS"), (405, "/health", {}, "POST"),
         (405, "/engines", {}, "PATCH"), (405, "/v1/responses/resp_1", {}, "PUT"), (400, ASK, b"{", "POST"),
         (400, "/lmc/explain", b"{", "POST"), (400, "/engines", {"url": "x"}, "POST"),
+        (400, "/engines", {"url": "http://[::1"}, "POST"),
+        (400, "/engines", {"url": "http://a", "admin": "[::1"}, "POST"),
         (404, ASK, {"model": "no"}, "POST"), (413, ASK, b"x" * (1 << 17), "POST"),
         (413, "/engines", b"x" * (17 << 20), "POST"),
     ],

@@ -346,11 +346,13 @@ def test_engines_of_a_file_come_and_go(tmp_path):
             eventually(lambda: urls() == {other.url})
 
 
-@pytest.mark.parametrize("text", ["- 3", "- {url: 3}", "- {address: http://a}", "- a:b", "- ftp://a", "{"])
+@pytest.mark.parametrize(
+    "text", ["- 3", "- {url: 3}", "- {address: http://a}", "- a:b", "- ftp://a", "- http://[::1", "{"]
+)
 def test_a_file_that_names_no_engines_is_an_error(tmp_path, text):
     file = tmp_path / "engines.yaml"
     file.write_text(text)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=str(file)):
         in_file(file)
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lmc.documents.escaped import AS_JSON
+from lmc.documents.sources import name_of
 from lmc.errors import InputError
 from lmc.http.prompts import CHAT, COMPLETION, FIELDS, HINT, RESPONSE, TOKENS, single_prompts
 from lmc.terminal import AsJson, console, counted, print_json, printable, seconds_of, time_text
@@ -115,12 +116,12 @@ def list_documents(
     """
     given = {"limit": str(limit), "after": after, "name": name, "model": model, "tenant": tenant}
     given |= {"unused_for": str(int(seconds_of(unused_for)))} if unused_for else {}
-    query = urlencode({option: value for option, value in given.items() if value})
+    query = urlencode({option: name_of(value) for option, value in given.items() if value})
     listing = _ask(url, f"/v1/documents?{query}", "documents")
     if as_json:
         print_json(listing)
         return
-    if sys.stdout.isatty():
+    if sys.stdout is not None and sys.stdout.isatty():  # None if the parent process has closed it
         console().print(document_table(listing["documents"]))
     else:  # A table of 10,000 rows takes seconds.
         for row in (COLUMNS, *map(_row, listing["documents"])):
@@ -263,7 +264,7 @@ def _with_field(field: str, url: str, response: Any, server: str) -> Any:
 def _path(name: str) -> str:
     if not name.strip():
         raise InputError("document name is empty: use a name, or first digits of an id, from `lmc documents list`")
-    return f"/v1/documents/{quote(name, safe='')}"
+    return f"/v1/documents/{quote(name_of(name), safe='')}"
 
 
 def _rendered(server: str, body: dict[str, Any], prompts: Sequence[dict[str, Any]]) -> list[list[int]]:

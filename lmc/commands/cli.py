@@ -71,18 +71,11 @@ class Commands(TyperGroup):
             for line in lines if isinstance(error, ConfigError) else [" ".join(lines)]:
                 typer.echo(f"error: {line}", err=True)
             raise typer.Exit(FAILED) from None
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            typer.echo(f"error: cannot write {error.filename or 'the output'}: {error.strerror}", err=True)
-            if error.filename is None:  # Python flushes stdout at exit, and would fail again.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(FAILED) from None
 
 
 @contextmanager
 def _errors_in_one_line() -> Iterator[None]:
-    """Report a wrong command line in one line, and exit with `FAILED`."""
+    """Report a wrong command line or a full disk in one line, and exit with `FAILED`."""
     try:
         yield
     except USAGE_ERROR as error:
@@ -92,6 +85,13 @@ def _errors_in_one_line() -> Iterator[None]:
         message = " ".join(error.format_message().split())
         end = "" if message.endswith((".", "?")) else "."
         typer.echo(f"error: {message}{end} See {context.command_path} --help", err=True)
+        raise typer.Exit(FAILED) from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        typer.echo(f"error: cannot write {error.filename or 'the output'}: {error.strerror}", err=True)
+        if error.filename is None:  # Python flushes stdout at exit, and would fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(FAILED) from None
 
 

@@ -121,11 +121,11 @@ class _Reader:
             elif path.is_file():
                 self.add_file(path, name, is_text=ending not in JSON_ENDINGS)
             elif not path.exists():
-                self._corpus.skipped[_name_of(name)] = "it is a broken link"
+                self._corpus.skipped[name_of(name)] = "it is a broken link"
 
     def _files(self, folder: Path) -> Iterator[Path]:
         def skip(error: OSError) -> None:
-            self._corpus.skipped[_name_of(os.path.relpath(error.filename, folder))] = str(error.strerror)
+            self._corpus.skipped[name_of(os.path.relpath(error.filename, folder))] = str(error.strerror)
 
         for parent, folders, files in os.walk(folder, onerror=skip):
             folders[:] = [name for name in folders if not name.startswith(".") and name != UNREAD_FOLDER]
@@ -138,12 +138,12 @@ class _Reader:
         try:
             text = read_text(path)
         except InputError as error:
-            self._corpus.skipped[_name_of(name)] = str(error)
+            self._corpus.skipped[name_of(name)] = str(error)
             return
         if is_text:
-            self._add(_name_of(name), text)
+            self._add(name_of(name), text)
         else:
-            self.add_entries(_name_of(name), text)
+            self.add_entries(name_of(name), text)
 
     def add_entries(self, name: str, text: str) -> None:
         """Read a JSON array of objects, one object, or one object on each line."""
@@ -224,7 +224,7 @@ def _value(entry: dict[str, Any], field: str) -> Any:
     return _value(inner, rest) if dot and isinstance(inner, dict) else None
 
 
-def _name_of(name: str | PurePath) -> str:
+def name_of(name: str | PurePath) -> str:
     """Return a file's name, with backslashes for bytes that are not UTF-8, which could not be sent or printed."""
     return os.fsencode(name).decode(errors="backslashreplace")
 
@@ -239,7 +239,12 @@ def _is_text(text: str) -> bool:
 
 
 def read_standard_input() -> str:
-    """Return the text on standard input, without a byte order mark. Raises `InputError` if it is not UTF-8."""
+    """Return the text on standard input, without a byte order mark.
+
+    Raises `InputError` if it is closed, or is not UTF-8.
+    """
+    if sys.stdin is None:
+        raise InputError("standard input is closed: pipe a text into the command, or name a file")
     try:
         return sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -161,8 +161,8 @@ class HttpClient:
     def ask(self, path: str, body: Any = None, method: str | None = None) -> Any:
         """Return the decoded response to a request; raise `Unreachable`, or `Refused` with the server's reason."""
         data = None if body is None else json.dumps(body).encode()
-        request = Request(self._base + path, data, self._headers, method=method)
         try:
+            request = Request(self._base + path, data, self._headers, method=method)
             with self._opener.open(request, timeout=self._timeout) as response:
                 return json.loads(response.read())
         except HTTPError as error:

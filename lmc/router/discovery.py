@@ -50,7 +50,10 @@ def in_file(path: Path) -> Collection[EngineAddress]:
             raise InputError(f"{path} must be a list of URLs, or of mappings of {', '.join(sorted(ENGINE_FIELDS))}")
         models = [str(name) for name in entry.get("models") or ()]
         texts = (str(entry.get(name) or "") for name in ("cache", "admin", "kv_events"))
-        addresses.append(address(entry["url"], models, *texts))
+        try:
+            addresses.append(address(entry["url"], models, *texts))
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
     return addresses
 
 

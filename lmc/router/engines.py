@@ -64,8 +64,8 @@ class EnginePorts(NamedTuple):
 
 
 def _checked(url: str) -> str:
-    parts = urlsplit(url.strip())
     try:
+        parts = urlsplit(url.strip())
         valid = (
             url.strip().isprintable()
             and " " not in url.strip()
@@ -73,10 +73,11 @@ def _checked(url: str) -> str:
             and parts.hostname
             and parts.port != 0
             and not parts.query
+            and not parts.username
         )
-    except ValueError:  # a port that is not a number
+    except ValueError:  # a port that is not a number, or an IPv6 address without its bracket
         valid = False
-    if not valid or parts.username:
+    if not valid:
         raise InputError(f"{url!r} is not the URL of an engine: use one such as http://host:8000")
     return url.strip().rstrip("/")
 
