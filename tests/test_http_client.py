@@ -1,10 +1,11 @@
 """Requests of commands to servers: addresses, and keys that no error may show."""
 
 import pytest
+from http_stub import http_stub
 
 from lmc.errors import InputError
 from lmc.http.address import admin_token
-from lmc.http.client import HttpClient, Unreachable, authorization, with_scheme
+from lmc.http.client import HttpClient, Refused, Unreachable, authorization, with_scheme
 
 
 def test_addresses() -> None:
@@ -17,6 +18,17 @@ def test_addresses() -> None:
 def test_an_address_with_an_open_bracket_is_one_clear_line() -> None:
     with pytest.raises(Unreachable, match=r"no server answers at http://\[::1 \(Invalid IPv6 URL\): is it running"):
         HttpClient("http://[::1").ask("/health")
+
+
+def test_a_path_that_a_server_lacks_is_named_with_what_to_do() -> None:
+    """The error was `Not Found` alone."""
+    with http_stub((404, {"error": {"message": "Not Found"}})) as server:
+        with pytest.raises(Unreachable) as error:
+            HttpClient(server.url, hint="check the address").ask("/v1/models")
+        assert str(error.value) == f"{server.url}/v1/models answered 404 Not Found: check the address"
+        server.answers["/v1/models"] = 404, {"error": "model m does not exist"}
+        with pytest.raises(Refused, match="model m does not exist"):
+            HttpClient(server.url).ask("/v1/models")
 
 
 def test_a_key_with_a_new_line_is_sent_without_and_another_wrong_one_is_not_shown(

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -167,11 +168,13 @@ class HttpClient:
                 return json.loads(response.read())
         except HTTPError as error:
             with error:
-                text = error.read().decode(errors="replace")
-            if error.code in (400, 404, 422) and (reason := _reason(text)):
+                reason = _reason(error.read().decode(errors="replace"))
+            if error.code == HTTPStatus.NOT_FOUND and reason == HTTPStatus.NOT_FOUND.phrase:
+                reason = ""  # The server has no such path.
+            if error.code in (400, 404, 422) and reason:
                 raise Refused(reason, error.code) from None
             denied = error.code in (401, 403) and self._key_name
-            said = f" ({reason})" if (reason := _reason(text)) else ""
+            said = f" ({reason})" if reason else ""
             hint = f"{said}; set {self._key_name} to the server's key" if denied else f"{said}: {self._hint}"
             if location := error.headers.get("location") if error.code in REDIRECTS else None:
                 hint = f": redirects are not followed; use the address {location} if you trust it"
