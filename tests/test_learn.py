@@ -70,6 +70,15 @@ def test_lines_of_json_are_read_from_a_file_and_from_standard_input(tmp_path: Pa
     assert read_documents(str(tmp_path / "e.jsonl"), "key", "body").documents == [Document("a", "one")]
 
 
+def test_a_pipe_is_read_as_a_file() -> None:
+    """`lmc learn <(…)` did not find its source. A pipe can be read only once."""
+    reading, writing = os.pipe()
+    with open(writing, "w") as file:
+        file.write('{"id": "a", "text": "one"}\n{"id": "b", "text": "two"}\n')
+    with open(reading):
+        assert read_documents(f"/dev/fd/{reading}").documents == [Document("a", "one"), Document("b", "two")]
+
+
 def test_a_file_whose_name_is_no_unicode_is_a_document_with_a_name_that_can_be_sent(tmp_path: Path) -> None:
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.txt")).write_text("one")
     found = [Document("\\xff.txt", "one")]

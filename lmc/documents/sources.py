@@ -59,14 +59,13 @@ def read_documents(
     Raises `InputError` if there is no document; it names the first file or entry that could not be read.
     """
     reader, path = _Reader(id_field, text_field), Path(source)
-    is_file = os.path.isfile(source)  # unlike `Path`, accepts a name of any length
     if patterns and not os.path.isdir(source):
         raise InputError(f"--glob chooses files of a directory, and {source} is not a directory: leave --glob out")
     if source == STANDARD_INPUT:
         reader.add_entries("standard input", read_standard_input())
     elif os.path.isdir(source):
         reader.add_folder(path, patterns)
-    elif is_file:
+    elif os.path.exists(source):  # A file or a pipe. Unlike `Path`, this accepts a name of any length.
         reader.add_file(path, path.name, is_text=path.suffix.lower() in ENDINGS)
     else:
         raise InputError(
