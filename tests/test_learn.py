@@ -70,6 +70,15 @@ def test_lines_of_json_are_read_from_a_file_and_from_standard_input(tmp_path: Pa
     assert read_documents(str(tmp_path / "e.jsonl"), "key", "body").documents == [Document("a", "one")]
 
 
+def test_a_source_without_documents_is_refused_with_the_cause(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    with pytest.raises(InputError, match=r'^standard input has no documents with text: use an object such as {"id":'):
+        read_documents("-")
+    (tmp_path / "elsewhere").symlink_to(tmp_path)
+    with pytest.raises(InputError, match=r"text: no file matches --glob \*\.md; not read: 1 linked folder"):
+        read_documents(str(tmp_path), patterns=["*.md"])
+
+
 def test_a_pipe_is_read_as_a_file() -> None:
     """`lmc learn <(…)` did not find its source. A pipe can be read only once."""
     reading, writing = os.pipe()
@@ -356,6 +365,7 @@ def test_pins_go_when_everything_is_cleared(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text(json.dumps({"id": "a", "text": "owner of lamp Tara . " * 5}))
     words = "learn", tmp_path / "d.jsonl", "--model", MODEL, "--local-disk", tmp_path / "disk", "--pin"
     assert "1 document was pinned and set to expire after 7d" in lmc(*words, "--ttl", "7d")[1]
+    assert "1 document was pinned and set to expire after 70 s" in lmc(*words, "--ttl", "70")[1]
     assert (tmp_path / "disk/documents.jsonl").exists()
     assert lmc("clear", tmp_path / "disk", "--all", "--yes")[0] == 0
     assert not (tmp_path / "disk/documents.jsonl").exists()

@@ -321,6 +321,12 @@ def test_a_port_that_is_taken_is_an_error():
         assert "is the port in use" in refused("--static-backends", "http://a", "--port", str(engine.port))
 
 
+def test_a_host_that_does_not_exist_has_no_port_in_use():
+    said = refused("--static-backends", "http://a", "--host", "nohost.invalid")
+    assert "--host nohost.invalid" in said
+    assert said.endswith("; use another host or port\n")
+
+
 def test_a_key_is_not_shown():
     with running("--static-backends", "http://127.0.0.1:1", "--api-key", "very-secret") as (port, log):
         eventually(lambda: get(port, "/health")[0] == 200)

@@ -519,13 +519,15 @@ def test_more_memory_than_there_is_is_refused(tmp_path, monkeypatch):
         pass  # Nothing of the first one is in the way.
 
 
-def test_more_memory_than_a_tmpfs_has_is_refused(tmp_path, monkeypatch):
+def test_more_memory_than_a_tmpfs_has_is_refused(tmp_path, monkeypatch, caplog):
     """A client that wrote into a slot for which the tmpfs has no page would be killed by the system."""
+    caplog.set_level("INFO")
     monkeypatch.setattr(arenas, "MEMORY_SECONDS", 0.1)
     small = SimpleNamespace(f_bavail=1, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda path: small)
     with pytest.raises(NoMemory, match=r"0\.00 GiB of memory are available in .*/memory"):
         CacheServer(Settings(max_local_cpu_size=0.01), tmp_path / "lmc.sock", memory=tmp_path / "memory", tiers=[])
+    assert caplog.messages.count("found only 0.00 of 0.01 GiB of memory; waiting up to 0.1 s for more") == 1
 
 
 def test_chunks_of_all_layouts_go_to_the_same_disk(tmp_path):

@@ -565,6 +565,7 @@ def test_the_socket_of_a_server_may_be_named_as_a_path_or_as_engines_name_it(tmp
             assert (code, json.loads(out)["clients"]) == (0, 0)
     code, _, err = lmc("stat", "--server", "http://127.0.0.1:9180", token="")
     assert (code, "or `lmc top URL` for a URL" in err) == (2, True)
+    assert "error: http://127.0.0.1:9180 is not a socket" in err
 
 
 @pytest.mark.parametrize("text", ["[a]", "t: 3", "t: ''", "t: same\nu: same", f"t: {TOKEN}", "a: [", "\xff"])

@@ -1,6 +1,7 @@
 """`lmc router`: reads the command line, the environment and a YAML file, and runs the router."""
 
 import difflib
+import errno
 import json
 import logging
 import os
@@ -223,8 +224,10 @@ def _run(
     try:
         listening = tcp_socket(*listen)
     except OSError as error:
-        wrong = f"cannot listen at --host {listen[0]} --port {listen[1]} ({error.strerror})"
-        raise ConfigError(f"{wrong}; is the port in use?") from None
+        hint = "is the port in use?" if error.errno == errno.EADDRINUSE else "use another host or port"
+        raise ConfigError(
+            f"cannot listen at --host {listen[0]} --port {listen[1]} ({error.strerror}); {hint}"
+        ) from None
     allow_files(settings.max_requests)
     config = uvicorn.Config(
         application,

@@ -140,8 +140,9 @@ def socket_at(path: Path) -> Path:
 
     Raises `InputError` for an HTTP address.
     """
-    text = str(path)  # `Path` has turned unix:///path into unix:/path.
+    text = str(path)  # `Path` has turned unix:///path into unix:/path, and http://host into http:/host.
     if text.startswith(("http:/", "https:/")):
+        text = text.replace("/", "//", 1)
         raise InputError(f"{text} is not a socket: use that of LMC_SERVER, or `lmc top URL` for a URL")
     return Path(text.removeprefix("unix:")) if text.startswith("unix:/") else path.absolute()
 

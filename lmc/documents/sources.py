@@ -73,9 +73,11 @@ def read_documents(
         )
     corpus = reader.finish()
     if not corpus.documents:
-        empty = f"no file matches --glob {' '.join(patterns)}" if patterns else f"use {', '.join(ENDINGS)} files"
-        causes = corpus.warnings or [empty]
-        raise InputError(f"{source} has no documents with text: {'; '.join(causes)}")
+        is_input = source == STANDARD_INPUT
+        unmatched = [f"no file matches --glob {' '.join(patterns)}"] if patterns and not corpus.skipped else []
+        causes = [*unmatched, *corpus.warnings] or [reader.hint if is_input else f"use {', '.join(ENDINGS)} files"]
+        name = "standard input" if is_input else source
+        raise InputError(f"{name} has no documents with text: {'; '.join(causes)}")
     return corpus
 
 
@@ -154,7 +156,7 @@ class _Reader:
             for number, entry in enumerate(content if isinstance(content, list) else [content], 1):
                 self._add_entry(entry, f"{name}, entry {number}", f"{name}:{number}")
             return
-        hint = f"{self._hint}, or name the file of a single text with {' or '.join(ENDINGS[:2])} at the end"
+        hint = f"{self.hint}, or name the file of a single text with {' or '.join(ENDINGS[:2])} at the end"
         for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
                 label = f"{name}, line {number}"
@@ -166,7 +168,7 @@ class _Reader:
     def _add_entry(self, entry: Any, label: str, number: str) -> None:
         """Add the document of a JSON object, whose id is `number` if it has none."""
         if not isinstance(entry, dict):
-            self._corpus.skipped[label] = f"it is not a JSON object: {self._hint}"
+            self._corpus.skipped[label] = f"it is not a JSON object: {self.hint}"
             return
         title, text = _value(entry, self._id_field), _value(entry, self._text_field)
         if title is None and self._id_field == DEFAULT_ID:
@@ -185,7 +187,8 @@ class _Reader:
         self._corpus.skipped[label] = why
 
     @property
-    def _hint(self) -> str:
+    def hint(self) -> str:
+        """What JSON must look like."""
         return f'use an object such as {{"{self._id_field}": "a", "{self._text_field}": "…"}} on each line'
 
     def _add(self, name: str, text: str) -> None:

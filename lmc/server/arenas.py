@@ -64,8 +64,12 @@ class Arenas:
         self.page_locked, self._most = page_locked, 1 if page_locked else MAX_ARENAS
         adopted_bytes = sum(path.stat().st_blocks * STAT_BLOCK_BYTES for path in memory.glob("*.slab")) if memory else 0
         until = time.monotonic() + MEMORY_SECONDS  # Clients of an ended server hold its memory briefly.
-        while self.budget.size > (room := _room(memory) + adopted_bytes) and time.monotonic() < until:
+        if self.budget.size > (room := _room(memory) + adopted_bytes):
+            sizes = room / GIB, self.budget.size / GIB
+            log.info("found only %.2f of %.2f GiB of memory; waiting up to %g s for more", *sizes, MEMORY_SECONDS)
+        while self.budget.size > room and time.monotonic() < until:
             time.sleep(0.1)
+            room = _room(memory) + adopted_bytes
         if self.budget.size > room:
             available = f"only {room / GIB:.2f} GiB of memory are available{f' in {memory}' if memory else ''}"
             raise NoMemory(f"max_local_cpu_size = {settings.max_local_cpu_size:g} GB is too large: {available}")
