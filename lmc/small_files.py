@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from lmc.errors import InputError
+
 log = logging.getLogger(__name__)
 
 LOCK_SECONDS = 10.0  # wait for a file's lock, before the file is changed without the lock
@@ -51,6 +53,15 @@ def replace_bytes(file: Path, content: bytes, *, durable: bool = True) -> None:
         raise
     if durable:
         _sync_directory(file.parent)
+
+
+@contextmanager
+def writing(file: str, hint: str) -> Iterator[None]:
+    """Raise `InputError` with the name of a `file`, and a `hint`, for an `OSError` of the block, which writes it."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot write {file}: {error.strerror}; {hint}") from None
 
 
 @contextmanager

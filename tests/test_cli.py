@@ -485,6 +485,13 @@ def test_the_demo_asks_in_four_ways_and_a_second_run_finds_its_documents(tmp_pat
     assert "prefilled alone" not in out
 
 
+@pytest.mark.parametrize("option", ["--json", "--page"])
+def test_a_file_of_the_demo_for_which_a_disk_has_no_room_is_named(tmp_path: Path, option: str) -> None:
+    code, _, err = run_demo(tmp_path, "--limit", "1", option, "/dev/full")
+    named = "cannot write /dev/full: No space left on device; use --page and --json for other files"
+    assert (code, named in err) == (2, True)
+
+
 def test_an_answer_is_right_if_it_begins_with_the_wanted_words() -> None:
     assert begins(" Mara .", "Mara")
     assert begins("Mara", "mara")

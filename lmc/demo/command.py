@@ -11,11 +11,13 @@ from rich.text import Text
 
 from lmc.demo import REAL, SHIPPED
 from lmc.errors import InputError, needs_transformers
+from lmc.small_files import writing
 from lmc.terminal import console, counted
 
 if TYPE_CHECKING:
     from lmc.demo.outcome import Outcome
 
+OTHER_FILE = "use --page and --json for other files"
 MAX_SHOWN_ANSWERS = 20  # questions whose answers are printed
 
 
@@ -70,7 +72,8 @@ def demo(
         )
     _show(outcome, page)
     if json_file is not None:
-        json_file.write_text(outcome.json() + "\n")
+        with writing(str(json_file), OTHER_FILE):
+            json_file.write_text(outcome.json() + "\n")
 
 
 def _pretrained() -> Path:
@@ -84,15 +87,16 @@ def _pretrained() -> Path:
 
 def _check_writable(output: Path) -> None:
     """Raise `InputError` if a file cannot be written, before minutes of work."""
-    try:
+    with writing(str(output), OTHER_FILE):
         output.parent.mkdir(parents=True, exist_ok=True)
         output.open("a").close()
-    except OSError as error:
-        raise InputError(f"cannot write {output}: {error.strerror}") from error
 
 
 def _show(outcome: "Outcome", page: Path) -> None:
-    """Print the table, and the answers of at most `MAX_SHOWN_ANSWERS` questions; write the page."""
+    """Print the table, and the answers of at most `MAX_SHOWN_ANSWERS` questions; write the page.
+
+    Raises `InputError` if the page cannot be written.
+    """
     from lmc.demo.page import write_page
 
     columns, rows = outcome.table()
@@ -106,4 +110,5 @@ def _show(outcome: "Outcome", page: Path) -> None:
     ]
     end = f"answers, and pictures of {counted(len(outcome.pictures), 'prompt')}: {page}"
     console().print(*answers, Text(outcome.heading()), table, Text(end), sep="\n")
-    write_page(page, outcome)
+    with writing(str(page), OTHER_FILE):
+        write_page(page, outcome)

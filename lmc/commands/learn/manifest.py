@@ -4,16 +4,17 @@ It is a file with one JSON line per document. The line is written when the docum
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from hashlib import sha256
 from pathlib import Path
 from typing import TextIO
 
 from lmc.documents.sources import Document
 from lmc.errors import InputError
-from lmc.small_files import user_cache
+from lmc.small_files import user_cache, writing
 
+OTHER_FILE = "use --manifest for another file"
 LINE_START = '{"id": '
 
 
@@ -31,7 +32,7 @@ class Manifest:
         Raises `InputError` if the file cannot be written, or has lines that are not those of a manifest.
         """
         self.path = path
-        with self._named_errors():
+        with self._writing():
             path.parent.mkdir(parents=True, exist_ok=True)
             text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
             learned = dict(filter(None, map(self._entry, text.split("\n"))))
@@ -45,7 +46,7 @@ class Manifest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._named_errors():
+        with self._writing():
             self._file.close()
 
     def has(self, document: Document) -> bool:
@@ -60,7 +61,7 @@ class Manifest:
         """Record a text as stored, as the documents with these ids. Raises `InputError` if this fails."""
         self._learned[document.id] = document.digest, list(ids)
         line = json.dumps({"id": document.id, "digest": document.digest, "documents": list(ids)})
-        with self._named_errors():
+        with self._writing():
             if self._outdated:
                 self._file.truncate(0)
                 self._outdated = False
@@ -78,14 +79,7 @@ class Manifest:
         except (ValueError, TypeError, KeyError) as error:
             if isinstance(error, ValueError) and LINE_START.startswith(line[: len(LINE_START)]):
                 return None
-            raise InputError(f"{self.path} is not a manifest of lmc learn; use --manifest for another file") from None
+            raise InputError(f"{self.path} is not a manifest of lmc learn; {OTHER_FILE}") from None
 
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        """Raise `InputError` with the name of the manifest for an `OSError` of the block."""
-        try:
-            yield
-        except OSError as error:
-            raise InputError(
-                f"cannot write the manifest {self.path}: {error.strerror}; use --manifest for another file"
-            ) from None
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(f"the manifest {self.path}", OTHER_FILE)
