@@ -87,6 +87,17 @@ def test_a_head_without_an_end_is_refused(endless):
         assert built.ask(ASK, {"model": "echo", "prompt": "x"})[0] == 200
 
 
+def test_a_whole_head_is_refused_if_its_headers_are_too_large():
+    """A head that arrived in one piece could be as large as this piece."""
+    with house(1) as built:
+        body = json.dumps({"model": "echo", "prompt": "x" * HEAD_BYTES}).encode()
+        for header, content, status in ((HEAD_BYTES // 2, body, b"200"), (HEAD_BYTES, b"", b"431")):
+            with connected(built) as one:
+                lines = b"x-long: %s\r\ncontent-length: %d\r\n\r\n" % (b"x" * header, len(content))
+                one.sendall(HEAD + lines + content)
+                assert one.recv(4096).startswith(b"HTTP/1.1 " + status)
+
+
 @pytest.mark.parametrize(
     "begun", [b"", HEAD, HEAD + b"content-length: 29\r\n\r\n" + b'{"model":"echo","prompt":"x"}' + HEAD]
 )
