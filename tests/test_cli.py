@@ -1,5 +1,6 @@
 """`lmc check`, `lmc stat`, `lmc clear` and `lmc demo` as a person would run them."""
 
+import io
 import json
 import os
 import re
@@ -15,17 +16,19 @@ from pathlib import Path
 
 import pytest
 from models import SEPARATOR, random_model, random_tokens
+from rich.console import Console
 from storage_fakes import Broken, DictTier, key_of, meta_of, stored
 from typer.testing import CliRunner
 
 from lmc import __version__
-from lmc.commands.cli import app
+from lmc.commands.cli import app, holdings_table
 from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel, hf
 from lmc.demo import SHIPPED as SMALL
 from lmc.demo.run import begins
 from lmc.storage.tiers import opening as engine_tiers
 from lmc.storage.tiers.disk import UNBOUNDED, DiskTier
+from lmc.storage.tiers.tier import Entry
 
 SIGNALS = signal.SIGTERM, signal.SIGINT
 
@@ -244,6 +247,24 @@ def test_stat_of_an_empty_tier_is_a_total_of_nothing(tmp_path: Path) -> None:
     code, out, _ = lmc("stat", tmp_path)
     assert code == 0
     assert rows(out)[1:] == [["total", "0", "0", "0.000", "-", "-", "-", "-", "-"]]
+
+
+def test_the_contents_of_a_tier_fit_into_80_columns() -> None:
+    """Namespaces were cut, and times had no month and day."""
+    meta = replace(meta_of(key_of(1)), tokens=2_345_678, parts=32, codec="planes")
+    records = [(Entry(key=meta.key, bytes=123 << 30, used=used), meta) for used in (1.79e9, 1.8e9)]
+    screen = io.StringIO()
+    Console(file=screen, width=80).print(holdings_table({bytes(range(32)): records, bytes(32): records}))
+    lines = screen.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    for shown, count in {
+        "000102030405": 1,
+        "000000000000": 1,
+        "9382712": 1,
+        "09-21 14:13": 3,
+        "01-15 08:00": 3,
+    }.items():
+        assert screen.getvalue().count(shown) == count, shown
 
 
 def test_clear_removes_exactly_the_records_of_one_namespace(tmp_path: Path) -> None:

@@ -270,6 +270,15 @@ def test_programs_get_the_totals_as_json_from_an_address_without_a_scheme():
     assert {name for name, *_ in found} <= set(NAMES)
 
 
+def test_a_url_that_is_wider_than_the_table_stays_on_its_line():
+    console, url = (
+        Console(file=io.StringIO(), width=80),
+        "http://a-host-with-a-long-name.of-its-company.example:9180/metrics",
+    )
+    console.print(table(url, {("misses", ()): 1.0}))
+    assert console.file.getvalue().splitlines()[-1] == url
+
+
 def test_rates_are_of_the_time_between_two_samples():
     before = Sample(at=10.0, series=read(prometheus_client.generate_latest(registry_of(SOME)).decode()))
     later = replace(SOME, hits={"host": 25, "disk": 2}, misses=6, bytes={("disk", "read"): 5 * GIB}, queued=3)

@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 
 from lmc import __version__
 from lmc.commands import top as tops
-from lmc.commands.administration import documents, explain
+from lmc.commands.administration import MINUTE, documents, explain
 from lmc.commands.calibrate.command import calibrate
 from lmc.commands.learn.command import learn
 from lmc.commands.learn.size import size
@@ -320,12 +320,14 @@ def doomed_records(
 
 
 def holdings_table(holdings: "Holdings") -> Table:
-    """Return a table with one row per namespace, the largest first, and their total."""
+    """Return a table that fits into 80 columns, with one row per namespace, the largest first, and their total."""
     from lmc.commands.inspect import NAMESPACE_DIGITS
     from lmc.shapes import GIB
 
-    columns = "namespace", "records", "tokens", "GiB", "layers", "bytes a token", "codec"
-    table = Table(*columns, "least recently used", "most recently used")
+    table = Table(padding=0)
+    wrapped = "layers", "bytes a token", "codec"
+    for column in ("namespace", "records", "tokens", "GiB", *wrapped, "oldest use", "latest use"):
+        table.add_column(column, no_wrap=column not in wrapped, overflow="fold")
     rows = [(digest.hex()[:NAMESPACE_DIGITS], _summary(records)) for digest, records in holdings.items()]
     rows.sort(key=lambda row: -row[1]["bytes"])
     for name, row in [*rows, ("total", _summary([*chain.from_iterable(holdings.values())]))]:
@@ -339,7 +341,7 @@ def holdings_table(holdings: "Holdings") -> Table:
             ", ".join(map(str, row["layers"])) or "-",
             f"{row['bytes'] / row['tokens']:.0f}" if row["tokens"] else "-",
             ", ".join(row["codecs"]) or "-",
-            *(map(time_text, row["used"]) if row["used"] else "--"),
+            *([time_text(used)[MINUTE] for used in row["used"]] or "--"),
         )
     return table
 

@@ -18,7 +18,7 @@ from urllib.request import Request
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -184,10 +184,10 @@ ROUTED = set(ROUTED_LINES.values())
 STORED_LINES = {"chunks stored": "stored_chunks", "tokens stored": "stored_tokens"}
 
 
-def table(url: str, numbers: Numbers, seconds: float | None = None) -> Table:
-    """Return the table of rates for numbers counted in `seconds`. Without `seconds`, the table has totals.
+def table(url: str, numbers: Numbers, seconds: float | None = None) -> Group:
+    """Return the table of rates for numbers counted in `seconds`, and the URL. Without `seconds`, it has totals.
 
-    It has a column per tier, or per engine of a router.
+    It has a column per tier, or per engine of a router. The URL may be wider than the table.
     """
     title = "lmc: totals since the start" if seconds is None else f"lmc: per second, over the last {seconds:.1f} s"
     is_router = any(name in ROUTED for name, _ in numbers)
@@ -200,14 +200,14 @@ def table(url: str, numbers: Numbers, seconds: float | None = None) -> Table:
             columns.add(column)
         unit = 1.0 if seconds is None or metric.gauge else seconds
         rates[name if is_router else key(name, labels[1:])][column] += n / unit
-    shown = Table("", "all", title=title, caption=Text(url), box=box.SIMPLE_HEAD)
+    shown = Table("", "all", title=title, box=box.SIMPLE_HEAD)
     shown.columns[1].justify = "right"
     names = sorted(columns) if is_router else fastest_first(columns)
     for column in names:
         shown.add_column(Text(column), justify="right")
     for line, over_all, by_column in _router_lines(rates) if is_router else _lines(rates):
         shown.add_row(*map(Text, (line, over_all, *(by_column.get(column, "") for column in names))))
-    return shown
+    return Group(shown, Text(url))
 
 
 def _router_lines(rates: Rates) -> Iterator[Line]:
