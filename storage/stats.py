@@ -38,8 +38,9 @@ class RunningCounts:
         self.total = self._last = NOTHING
 
     def begin(self, stats: StoreStats) -> None:
-        """Set a server's counts as the baseline for the next update."""
+        """Set a server's counts as the baseline for the next update, and its gauges as the current ones."""
         self._last = stats
+        self.update(stats)
 
     def update(self, stats: StoreStats) -> None:
         """Add the difference between these counts and the last ones to the total."""

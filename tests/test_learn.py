@@ -780,12 +780,16 @@ def test_a_terminal_is_shown_how_many_documents_are_learned(server: Any, tmp_pat
     assert "3/3" in screen.getvalue()
 
 
-@pytest.mark.parametrize(("tokens", "too_many"), [(400, False), (1000, True)])
+@pytest.mark.parametrize(
+    ("tokens", "tier", "too_many"), [(400, "host", False), (1000, "host", True), (1000, "redis", False)]
+)
 def test_before_anything_is_learned_a_server_is_asked_whether_it_fits(
-    server: Any, tmp_path: Path, tokens: int, too_many: bool
+    server: Any, tmp_path: Path, tokens: int, tier: str, too_many: bool
 ) -> None:
+    """Redis, or the disk of a cache server, stores what memory has evicted."""
+    usable = f'lmc:tier_usable{{tier="{tier}"}} 1\n'
     server.answers |= {
-        "/metrics": (200, 'lmc:capacity_tokens{place="host"} 500\n'),
+        "/metrics": (200, f'lmc:capacity_tokens{{place="host"}} 500\n{usable}'),
         "/tokenize": (200, {"count": tokens}),
         "/v1/completions": (503, {}),
     }
@@ -794,6 +798,15 @@ def test_before_anything_is_learned_a_server_is_asked_whether_it_fits(
     assert code == 2
     said = f"these documents have about {tokens} tokens, and at most 500 fit: the first will be evicted"
     assert (said in out) == too_many
+
+
+def test_the_room_of_a_cache_server_is_known_only_without_other_tiers(tmp_path: Path) -> None:
+    for number, disk in enumerate((None, tmp_path / "disk")):
+        (tmp_path / str(number)).mkdir()
+        with serving(tmp_path / str(number), 0, None, max_local_cpu_size=0.02, local_disk=disk) as server:
+            learner = ModelLearner(str(MODEL), Settings(chunk_size=16, enable_blending=True, server=server.path))
+            assert learner.capacity().keys() == (set() if disk else {"host"})
+            learner.close()
 
 
 def test_a_server_is_asked_for_its_longest_prompt_before_texts_are_cut(server: Any, tmp_path: Path) -> None:

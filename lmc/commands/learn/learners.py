@@ -1,6 +1,6 @@
 """The learners, which compute documents: a vLLM server with lmc, or a model in this process."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -133,9 +133,9 @@ class ServerLearner:
     def capacity(self) -> dict[str, float]:
         """Return how many document tokens fit into each tier that this process or server does not share.
 
-        It is empty if the server does not report it.
+        It is empty if the server does not report it, or has other tiers, such as those of a cache server.
         """
-        return self._numbers("capacity_tokens")
+        return _if_complete(self._numbers("capacity_tokens"), self._numbers("tier_usable"))
 
     def held(self) -> dict[str, float]:
         """Return how many tokens are in each of these tiers now; empty if the server does not report it.
@@ -227,7 +227,8 @@ class ModelLearner:
 
     def capacity(self) -> dict[str, float]:
         """See `ServerLearner`."""
-        return self._cached.engine.capacity()
+        engine = self._cached.engine
+        return _if_complete(engine.capacity(), engine.stats().usable)
 
     def held(self) -> dict[str, float]:
         """See `ServerLearner`."""
@@ -243,6 +244,11 @@ class ModelLearner:
 
 
 Learner = ServerLearner | ModelLearner
+
+
+def _if_complete(capacity: dict[str, float], tiers: Collection[str]) -> dict[str, float]:
+    """Return the capacity if it has all `tiers`, otherwise an empty dict: others may store what these have evicted."""
+    return capacity if capacity.keys() >= set(tiers) else {}
 
 
 def _of_slowest(evictions: Mapping[str, float]) -> float:
