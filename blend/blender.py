@@ -34,7 +34,7 @@ from lmc.blend.strategies import CHECK_LAYER, NEEDS_QUESTION, STRATEGIES, Eviden
 SCORING_ROWS = 64  # last tokens of the question that score the documents; more rows cost time and change little
 # Last tokens of the question that run in the first pass, so that the scoring tokens attend to them. The tokens before
 # them are computed only in the second pass.
-QUESTION_ROWS = 256
+QUESTION_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
