@@ -42,6 +42,11 @@ class RunningCounts:
         self._last = stats
         self.update(stats)
 
+    def lose(self) -> None:
+        """Set the gauges of a server that was lost: nothing is there, and no tier can be used."""
+        absent, unusable = dict.fromkeys(self.total.present, (0, 0)), dict.fromkeys(self.total.usable, False)
+        self.total = replace(self.total, present=absent, usable=unusable, queued=0)
+
     def update(self, stats: StoreStats) -> None:
         """Add the difference between these counts and the last ones to the total."""
         new = _joined(stats, self._last, lambda now, before: now - before)

@@ -734,10 +734,12 @@ def test_what_the_server_has_lost_is_learned_again(server: Any, tmp_path: Path) 
     code, out, _ = lmc(*words)  # There is no endpoint that could say what is there.
     assert "1 of 1 document was learned before" in out
     assert "could not check whether the server still has them" in out
+    again = "learning 1 document again that the server no longer has"
     for held, learned in ((20, "0 documents learned"), (0, "1 document learned")):
         server.answers["/metrics"] = 200, f'lmc:chunk_tokens{{place="host"}} {held}'
         code, out, _ = lmc(*words)
         assert (code, learned in out) == (0, True)
+        assert (again in out, "was learned before" in out) == (held == 0, held > 0)
     del server.answers["/metrics"]
     address = f"/v1/documents?limit={PAGE}"
     server.answers[address] = 400, {"error": "limit is above 100000"}

@@ -563,6 +563,8 @@ def test_a_client_goes_on_without_the_server_and_attaches_again_when_it_holds_no
     )
     with pytest.raises(StorageError, match="is unreachable"):
         store.forget(K0)
+    assert set(store.stats().present.values()) <= {(0, 0)}, "metrics show that nothing is there"
+    assert not any(store.stats().usable.values())
     store.view(reservation).fill_(7)  # as a worker does that has not heard of it
     with serving(tmp_path, 4) as server:
         time.sleep(2.5 * remote_store.BEAT_SECONDS)

@@ -14,6 +14,7 @@ def test_an_error_gives_the_other_result_and_is_logged_once_with_its_traceback(
 ) -> None:
     guard, repaired = HookGuard(), []
     assert guard.run("claim", lambda: 5, 0) == 5
+    assert guard.errors == {"claim": 0}, "a metric needs a value before the first error"
     for _ in range(3):
         assert guard.run("claim", fail, 0, lambda: repaired.append(1)) == 0
     assert (guard.errors, len(repaired), guard.off, guard.status) == ({"claim": 3}, 3, False, "ok")

@@ -37,11 +37,12 @@ class HookGuard:
     @property
     def status(self) -> str:
         """The state of lmc in this process, for operators."""
-        hooks = ", ".join(sorted(self.errors))
+        hooks = ", ".join(sorted(+self.errors))
         return f"off: {self.errors.total()} errors in {hooks}; the log has the first of each" if self.off else "ok"
 
     def run(self, hook: str, do: Callable[[], T], otherwise: T, repair: Callable[[], object] | None = None) -> T:
         """Return the result of `do`. If `do` raises an error, run `repair` and return `otherwise`."""
+        self.errors.setdefault(hook, 0)  # The rate of a metric needs a value before the first error.
         try:
             return do()
         except Exception as error:

@@ -67,7 +67,12 @@ class LearnRun:
         """Return the notes to print before the run. Unless `dry_run`, also checks documents of earlier runs."""
         if learner is None:
             return []
-        before = () if dry_run else (self.note, self.check_old(learner))
+        before, new = list[str](), len(self.new)
+        if not dry_run:
+            unknown = self.check_old(learner)
+            lost = len(self.new) - new
+            again = f"learning {counted(lost, 'document')} again that the server no longer has" if lost else ""
+            before = [self.note, again, unknown]
         return list(filter(None, (*before, self.too_many(learner, share, chunk_size))))
 
     def check_old(self, learner: Learner) -> str:

@@ -275,6 +275,8 @@ class RemoteStore(ChunkStore, DocumentServer):
                 if lost:
                     self.attachment, self._lost, self._held = None, self._lost | self._held, set()
             at.hang_up()
+            if lost:
+                self._counts.lose()
             if lost and not self._ended.is_set():
                 reason = str(error)  # The error itself, in a log record, would keep the memory mapped.
                 log.warning("lost the cache server at %s (%s): no KV is reused until it is back", self._path, reason)
