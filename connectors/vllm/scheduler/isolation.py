@@ -51,7 +51,7 @@ def add_salt(request: Any, salt: Salt) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SaltedHashes:
-    """The block hashes of a blended prompt. The turns of a conversation share them, or they would take a square."""
+    """The block hashes of a blended prompt. The turns of a conversation share those that they have in common."""
 
     new: tuple[bytes, ...]  # of the blocks after the shared ones
     shared: int = 0  # number of blocks at the beginning that have the hashes of `earlier`

@@ -932,7 +932,7 @@ class Scheduler:
                     self._continue_unchanged(state, blend)
                 return True
             set_hashes(request, state.exact_hashes)
-            if reach == len(blend.hashes):  # Shorter blends have no more of this prompt.
+            if reach == len(blend.hashes) and not self._groups.windowed:  # Shorter blends have no more of the prompt.
                 break
         return self._asks_about_same_documents(state, exact, documents)
 
