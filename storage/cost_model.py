@@ -247,29 +247,32 @@ class CostModel:
         Both are measured from the start of the work to the first token of the response, so that everything counts: both
         passes, placement, attention, launches, and the engine step that follows. Loading overlaps with the blend, so
         the longer of both counts. A blend has to save a tenth of the time. If no blend of about this size has been
-        measured yet, a blend is made if it computes clearly less, and else now and then. If prefill at this length has
-        not been measured yet, one in `SURVEY_EVERY` prompts is computed: that takes no longer than without lmc. A later
-        turn is not computed for that: without lmc, the engine would have the turns before.
+        measured yet, a blend is made if it computes clearly less, and else now and then.
+
+        If prefill at this length has not been measured yet, the pace of shorter prompts counts. It makes prefill look
+        too fast, which corrects itself, as in `choose`. If a blend is made, one in `SURVEY_EVERY` prompts is computed
+        instead: that takes no longer than without lmc. A later turn is not computed for either: without lmc, the engine
+        would have the turns before.
         """
         if policy is LoadPolicy.ALWAYS:
             return ""
         if offer.rows > LESS_WORK * offer.tokens:
             return f"a blend would compute {offer.rows:.0f} tokens, and prefill computes {offer.tokens}"
         with self._mutex:
-            prefill = self._computing[offer.length.bit_length()].value
-            rate = self._blending[offer.size].value
-            why = ""
+            rate, measured = self._blending[offer.size].value, self._computing[offer.length.bit_length()].value
+            pace = measured if offer.revises else self._pace(offer.length)
             if rate is None and offer.rows > CLEARLY_LESS_WORK * offer.tokens:
-                if not self._is_survey(("blend", *offer.size)):
-                    why = f"a blend would compute {offer.rows:.0f} tokens of {offer.tokens}, and none was measured"
-            elif prefill is None:
-                if not offer.revises and self._is_survey(("prefill", offer.length.bit_length())):
-                    why = "prefill was measured, because its speed at this length was not known yet"
-            elif rate is not None:
+                is_made = self._is_survey(("blend", *offer.size))
+                why = f"a blend would compute {offer.rows:.0f} tokens of {offer.tokens}, and none was measured"
+                return "" if is_made else why
+            if rate is not None and pace is not None:
                 blending = max(rate * offer.rows, self._loading(offer.records) or 0.0)
-                if blending > LESS_TIME * prefill * offer.tokens and not self._is_trial(offer.size):
-                    why = f"prefill takes about {prefill * offer.tokens:.3g} s, and a blend about {blending:.3g} s"
-            return why
+                if blending > LESS_TIME * pace * offer.tokens:
+                    why = f"prefill takes about {pace * offer.tokens:.3g} s, and a blend about {blending:.3g} s"
+                    return "" if self._is_trial(offer.size) else why
+            if measured is None and not offer.revises and self._is_survey(("prefill", offer.length.bit_length())):
+                return "prefill was measured, because its speed at this length was not known yet"
+            return ""
 
     def _is_trial(self, size: tuple[int, int]) -> bool:
         """Count a choice against blends of this size. Returns whether a blend is made anyway, as a trial."""
@@ -344,11 +347,15 @@ class CostModel:
         return seconds
 
     def _computing_of(self, offer: Offer) -> float | None:
-        length = offer.prompt.bit_length()
+        pace = self._pace(offer.prompt)
+        return None if pace is None else offer.saved * pace
+
+    def _pace(self, length: int) -> float | None:
+        """Return the seconds per token of prefill at this length, or else at the next shorter or the shortest one."""
         paces = {bits: rate.value for bits, rate in self._computing.items() if rate.value is not None}
         if not paces:
             return None
-        return offer.saved * paces[max((bits for bits in paces if bits <= length), default=min(paces))]
+        return paces[max((bits for bits in paces if bits <= length.bit_length()), default=min(paces))]
 
 
 class LoadTiming:

@@ -563,6 +563,25 @@ def test_no_later_turn_is_computed_to_measure_prefill() -> None:
     assert all(is_blended(cost, blend_of(200, revises=True)) for _ in range(3 * SURVEY_EVERY))
 
 
+def test_slow_blends_of_long_prompts_are_compared_with_prefills_of_shorter_ones() -> None:
+    """Two dozen blends were slower before prefill at their length was measured: one in eight was computed."""
+    cost = weighed()  # a prefill of 1000 tokens takes 1 s, and one of 3000 tokens 4 s
+    long = blend_of(2000, tokens=3000, length=3000)
+    for _ in range(ENOUGH):
+        assert is_blended(cost, long)
+        cost.blended(long, 5.0)
+    assert is_blended(cost, blend_of(2000, tokens=3000, length=3000, revises=True))
+    why = "prefill takes about 3 s, and a blend about 5 s"
+    assert cost.against_blend(long, AUTO) == why
+    for _ in range(ENOUGH):
+        cost.computed(3000, 4.0, 3000)
+    assert cost.against_blend(long, AUTO) == why.replace("3 s", "4 s")
+    cost.blended(long, 3.0)
+    for _ in range(ENOUGH):
+        cost.computed(3000, 8.0, 3000)
+    assert is_blended(cost, long), "what was measured at this length counts"
+
+
 def test_a_blend_that_was_slower_is_tried_again_less_and_less_often() -> None:
     cost = weighed(blend=2.0)
     made = [is_blended(cost, blend_of(200)) for _ in range(3 * BLEND_TRIAL_CHOICES + 2)]
