@@ -24,7 +24,7 @@ TRIAL_CHOICES = 8
 MAX_TRIAL_CHOICES = 256
 TRIAL_SECONDS = 10.0  # A tier is tried again at the earliest this long after the first choice against it.
 # A blend that is expected to be slower than prefill is tried again after this number of choices against it. Each trial
-# doubles the number, up to the maximum; a trial that is faster than prefill resets it.
+# that was slow doubles the number, up to the maximum; one that is faster than prefill resets it.
 BLEND_TRIAL_CHOICES = 64
 MAX_BLEND_TRIAL_CHOICES = 4096
 # A blend must compute at most this share of the tokens that prefill would compute.
@@ -154,9 +154,13 @@ class _PassedOver:
         """Return whether a trial is due: after enough choices, and `seconds` after the first one."""
         return self.times >= self.limit and now - self.since >= seconds
 
-    def is_tried(self, now: float, most: int) -> None:
-        """Begin to count again after a trial. The next one comes after twice as many choices, `most` at most."""
-        self.since, self.limit, self.times = now, min(2 * self.limit, most), 0
+    def begin_anew(self, now: float) -> None:
+        """Count again until the next trial."""
+        self.since, self.times = now, 0
+
+    def was_slow(self, most: int) -> None:
+        """Double the number of choices before the next trial, up to `most`."""
+        self.limit = min(2 * self.limit, most)
 
 
 class CostModel:
@@ -225,14 +229,16 @@ class CostModel:
         if offer.rows < 1 or seconds <= 0:
             return
         with self._mutex:
-            prefill = self._computing[offer.length.bit_length()].value
-            if offer.size in self._trials and prefill is not None and seconds <= prefill * offer.tokens:
+            prefill, is_trial = self._pace(offer.length), offer.size in self._trials
+            if is_trial and prefill is not None and seconds <= prefill * offer.tokens:
                 # A fast trial replaces the old estimate: whatever slowed the earlier blends is over.
                 pace = seconds / offer.rows
                 self._blending[offer.size] = Rate(pace, _seconds=seconds, _units=offer.rows)
                 self._not_blended.pop(offer.size, None)
             else:
                 self._blending[offer.size].add(seconds, offer.rows)
+                if is_trial and (passed_over := self._not_blended.get(offer.size)):
+                    passed_over.was_slow(MAX_BLEND_TRIAL_CHOICES)
             self._trials.discard(offer.size)
 
     def in_prefill_tokens(self, offer: BlendOffer) -> float:
@@ -279,9 +285,9 @@ class CostModel:
         now = self.clock()
         passed_over = self._not_blended.setdefault(size, _PassedOver(now, BLEND_TRIAL_CHOICES))
         due = passed_over.is_due(now)
-        if due:
+        if due:  # On a busy engine, it may never be measured.
             self._trials.add(size)
-            passed_over.is_tried(now, MAX_BLEND_TRIAL_CHOICES)
+            passed_over.begin_anew(now)
         else:
             passed_over.times += 1
         return due
@@ -332,7 +338,8 @@ class CostModel:
         due = any(passed_over.is_due(now, TRIAL_SECONDS) for passed_over in counts)
         for passed_over in counts:
             if due:
-                passed_over.is_tried(now, MAX_TRIAL_CHOICES)
+                passed_over.begin_anew(now)
+                passed_over.was_slow(MAX_TRIAL_CHOICES)
             else:
                 passed_over.times += 1
         return due

@@ -5,7 +5,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from vllm_fakes import Lab
+from vllm_fakes import Lab, Request
 
 from lmc.connectors.vllm.scheduler import request_state
 from lmc.connectors.vllm.scheduler.request_state import RequestState, Role
@@ -65,3 +65,22 @@ def test_a_request_of_embeddings_alone_gets_a_note_if_it_asks_for_more(wish: obj
     )  # fmt: skip
     state = Roles(Lab().setup, Counter(), quiet=True).classify(request)
     assert (state.role, state.note) == (Role.EXACT, note)
+
+
+def test_texts_that_are_much_longer_than_the_prompt_are_not_encoded() -> None:
+    """Megabytes of text took seconds of the engine's steps, for each request anew."""
+    encoded: list[str] = []
+
+    def encode(text: str, **_: object) -> list[int]:
+        encoded.append(text)
+        return [5] * 30
+
+    tokenizer = SimpleNamespace(encode=encode, decode=lambda tokens: "word " * len(tokens))
+    roles = Roles(Lab(tokenizer=tokenizer).setup, counts := Counter(), quiet=True)
+    for size, refused in ((64 * 40, False), (64 * 40 + 1, True)):
+        given = {"documents": ["a" * (size - 10), "b" * 10]}
+        state = roles.classify(Request("one", [1] * 40, given))
+        assert ("the texts have 2561 characters, and the prompt 40 tokens" in state.note) == refused
+        assert bool(encoded) != refused
+        encoded.clear()
+    assert counts["refused"] == 1

@@ -833,6 +833,29 @@ def test_a_learned_document_is_found_in_part_in_a_prompt_of_the_next_process(tmp
         assert torch.allclose(blended, exact, atol=1e-4)
 
 
+@pytest.mark.parametrize("prefix", [[], [SINK], [SINK, *PRIMER]])
+@pytest.mark.parametrize("edited", [range(8), range(100, 104)], ids=["at the beginning", "in the middle"])
+def test_an_edited_document_at_the_start_of_a_prompt_is_approximate(prefix: list[int], edited: range) -> None:
+    """Its tokens after the edit stand where they were learned, but after other tokens. They were taken for exact."""
+    text = random.Random(0).choices(range(10, 60), k=200)
+    changed = [61 + at % 8 if at in edited else token for at, token in enumerate(text)]
+    question = [4, 5, 6]
+    with CachedModel(random_model(), settings(blend_min_tokens=0), SEPARATOR, learn_prefix=prefix) as cached:
+        cached.learn(text)
+        (whole,) = cached.engine.with_known([*prefix, *text, *question], [])
+        assert all(piece.exact for piece in whole.pieces), "the control"
+        prompt = [*prefix, *changed, *question]
+        *_, last = cached.engine.with_known(prompt, [])
+        assert last.span.stop == len(prefix) + len(text)
+        assert not any(piece.exact for piece in last.pieces)
+        cached.prefill(prompt[: len(prefix) + edited.stop + 12], "exact")
+        blended = cached.prefill(prompt, "blend")
+        assert blended.report.reused > 0
+        assert blended.cache.lmc_approximate
+        exact, full = cached.prefill(prompt, "exact"), cached.prefill(prompt, "full")
+        assert (exact.logits - full.logits).abs().max() <= 1e-4
+
+
 def test_a_document_that_does_not_fit_behind_the_primer_stops_no_later_prompt(caplog: pytest.LogCaptureFixture) -> None:
     with CachedModel(random_model(), settings(), SEPARATOR, learn_prefix=random_tokens(40, 1)) as cached:
         longest = random_tokens(cached.layers.positions - 30, 2)

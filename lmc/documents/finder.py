@@ -239,12 +239,11 @@ def _equal(one: Array, other: Array) -> int:
 
 def _stretches(true: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     """Return the position and the length of each stretch of at least `WHOLE` true elements."""
-    at, found = 0, []
-    for stretch in true.tobytes().split(b"\0"):
-        if len(stretch) >= WHOLE:
-            found.append((at, len(stretch)))
-        at += len(stretch) + 1
-    return found
+    if not true.any():  # the usual case in a prompt that repeats itself
+        return []
+    starts, stops = np.flatnonzero(np.diff(true, prepend=False, append=False)).reshape(-1, 2).T
+    long = stops - starts >= WHOLE
+    return list(zip(starts[long].tolist(), (stops - starts)[long].tolist(), strict=True))
 
 
 def _without_overlaps(runs: list[FoundRun[D]], size: int, min_run: int) -> list[FoundRun[D]]:

@@ -162,8 +162,8 @@ class KnownDocuments:
 
     def remove(self, documents: Iterable[KnownDocument], reason: str) -> None:
         """Mark documents as removed. They are not found in prompts any more, until they are noted again."""
-        with self._mutex:
-            for document in documents:
+        for document in documents:
+            with self._mutex:  # The engine waits for it, and a collection has many documents.
                 if not document.removed:
                     self._no_longer_find(document)
                     document.removed = reason

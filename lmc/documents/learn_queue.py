@@ -26,6 +26,13 @@ class Unlearned:
     namespace: bytes
     tokens: tuple[int, ...]
     name: str = field(default="", compare=False)
+    _hash: int = field(init=False, compare=False, repr=False)  # Requests that wait look for it in each step.
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((int.from_bytes(self.namespace[:8]), self.tokens)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @classmethod
     def of(cls, document: KnownDocument) -> "Unlearned":

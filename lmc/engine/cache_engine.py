@@ -146,9 +146,15 @@ class CacheEngine:
         return tuple(sorted((*kept, *by_start.values()), key=lambda one: one.span.start))
 
     def _run(self, prompt: Sequence[int], run: FoundRun[KnownDocument]) -> DocumentMatch:
-        """Return a run of a known document in a prompt, not looked up yet."""
-        document, start, span = run.document, run.at - run.first, Span(run.at, run.at + run.tokens)
-        pieces = self._pieces(prompt, Span(start, start + len(document.tokens)), document.keys)
+        """Return a run of a known document in a prompt, not looked up yet.
+
+        It is exact only if it begins with the document: otherwise the prompt has other tokens before it.
+        """
+        document, size, span = run.document, self.chunk_size, Span(run.at, run.at + run.tokens)
+        start, chunks = run.at - run.first, range(run.first // size, -(-(run.first + run.tokens) // size))
+        bounds = [(number * size, min((number + 1) * size, len(document.tokens))) for number in chunks]
+        exact = not run.first and self._is_where_learned(prompt, start)
+        pieces = self._pieces(start, document.keys[chunks.start : chunks.stop], bounds, exact=exact)
         return DocumentMatch(
             span=span, pieces=tuple(trim(pieces, span.start, span.stop)), learnable=False, known=document
         )
@@ -169,15 +175,22 @@ class CacheEngine:
         self, prompt: Sequence[int], span: Span, namespace: bytes, *, learnable: bool = True
     ) -> DocumentMatch:
         keys = self.document_keys(prompt[span.start : span.stop], namespace)
-        return DocumentMatch(span=span, pieces=tuple(self._pieces(prompt, span, keys)), learnable=learnable)
+        bounds = chunk_bounds(len(span), self.chunk_size)
+        pieces = self._pieces(span.start, keys, bounds, exact=self._is_where_learned(prompt, span.start))
+        return DocumentMatch(span=span, pieces=tuple(pieces), learnable=learnable)
 
-    def _pieces(self, prompt: Sequence[int], span: Span, keys: Sequence[ChunkKey]) -> list[Piece]:
-        """Return the chunks of a whole document at `span`, which may extend beyond the prompt."""
+    def _is_where_learned(self, prompt: Sequence[int], start: int) -> bool:
+        """Return whether a document that begins at position `start` comes after the tokens at which it was learned."""
+        return start == len(self.prefix) and self._begins(prompt)
+
+    def _pieces(
+        self, start: int, keys: Sequence[ChunkKey], bounds: Sequence[tuple[int, int]], *, exact: bool
+    ) -> list[Piece]:
+        """Return chunks of a document that begins at position `start`. `bounds` are their tokens in the document."""
         before = len(self.prefix)
-        exact = span.start == before and self._begins(prompt)
         return [
-            Piece.whole(RecordKind.DOCUMENT, key, stop - start, span.start + start, before + start, None, exact=exact)
-            for key, (start, stop) in zip(keys, chunk_bounds(len(span), self.chunk_size), strict=True)
+            Piece.whole(RecordKind.DOCUMENT, key, stop - first, start + first, before + first, None, exact=exact)
+            for key, (first, stop) in zip(keys, bounds, strict=True)
         ]
 
     def document_keys(self, tokens: Sequence[int], namespace: bytes) -> list[ChunkKey]:

@@ -60,3 +60,19 @@ def test_the_first_document_of_a_prompt_is_exact_and_others_are_not(lab):
     assert facts(found)["exact_tokens"] == len(DOCUMENTS[1])
     assert distance(found, wanted) <= SAME
     lab.check()
+
+
+def test_an_edited_document_at_the_beginning_is_not_exact(lab):
+    """Its tokens after the edit were taken for exact, and plain requests got KV that belonged after other tokens."""
+    tokens = [*DOCUMENTS[1], *words(40, 71)]
+    tokens[40:44] = words(4, 72)
+    wanted = lab.vanilla(tokens)
+    lab.learn(DOCUMENTS)
+    lab.forget_pages()
+    blended = lab.ask(tokens, {"strategy": "none"})
+    assert facts(blended)["reused_tokens"] > 0
+    for _ in range(2):
+        plain = lab.ask(tokens, {"blend": False})
+        assert distance(plain, wanted) <= SAME
+        lab.forget_prefixes()
+    lab.check()

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 MOST_REMEMBERED = 1 << 19  # maximal number of tokens of texts that are kept
 MOST_TEXTS = 1000  # maximal number of texts to search for in a prompt; the engine cannot make a step during the search
+MOST_CHARACTERS = 64  # maximal number of characters of these texts for each token of the prompt; encoding takes time
 
 
 class Roles:
@@ -127,6 +128,11 @@ class Roles:
             )
         if tokenizer is None:
             raise InputError("lmc.documents as texts need a tokenizer, which this engine does not have")
+        characters = sum(map(len, texts))
+        if characters > MOST_CHARACTERS * len(prompt):
+            raise InputError(
+                f"lmc.documents: the texts have {characters} characters, and the prompt {len(prompt)} tokens"
+            )
         found = find_texts(prompt, [self._inner_tokens(text) for text in texts])
         missing = [text for text, spans in zip(texts, found, strict=True) if not spans]
         if missing:
