@@ -12,6 +12,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+
 ENOUGH = 3  # An estimate needs at least this many observations.
 FADE = 0.7  # Each new observation multiplies the weight of the older ones by this.
 LEAST_TOKENS = 32  # Shorter prefills are not measured: they are mostly fixed cost, and say little about a token.
@@ -171,6 +173,7 @@ class CostModel:
         self._opening: defaultdict[str, Rate] = defaultdict(Rate)  # by tier, seconds per record
         self._reading: defaultdict[str, Rate] = defaultdict(Rate)  # by tier, seconds per byte
         self._computing: defaultdict[int, Rate] = defaultdict(Rate)  # by bit length of the prompt's length, per token
+        self._lengths: defaultdict[int, Rate] = defaultdict(Rate)  # the lengths that `_computing` was measured at
         self._passed_over: dict[str, _PassedOver] = {}  # by tier
         self._blending: defaultdict[tuple[int, int], Rate] = defaultdict(Rate)  # by `BlendOffer.size`, per row
         self._not_blended: dict[tuple[int, int], _PassedOver] = {}  # by size
@@ -218,6 +221,7 @@ class CostModel:
         if tokens >= LEAST_TOKENS and seconds > 0:
             with self._mutex:
                 self._computing[int(length).bit_length()].add(seconds, tokens)
+                self._lengths[int(length).bit_length()].add(length, 1)
 
     def prefill_pace(self) -> float | None:
         """Return the seconds that prefill takes per token of a short prompt; None if it was not measured yet."""
@@ -244,7 +248,7 @@ class CostModel:
     def in_prefill_tokens(self, offer: BlendOffer) -> float:
         """Return the number of tokens whose prefill takes about as long as a blend."""
         with self._mutex:
-            prefill, blending = self._computing[offer.length.bit_length()].value, self._blending[offer.size].value
+            prefill, blending = self._pace(offer.length), self._blending[offer.size].value
         return offer.rows * (blending / prefill if prefill and blending else ROW_TOKENS)
 
     def against_blend(self, offer: BlendOffer, policy: LoadPolicy) -> str:
@@ -255,10 +259,9 @@ class CostModel:
         the longer of both counts. A blend has to save a tenth of the time. If no blend of about this size has been
         measured yet, a blend is made if it computes clearly less, and else now and then.
 
-        If prefill at this length has not been measured yet, the pace of shorter prompts counts. It makes prefill look
-        too fast, which corrects itself, as in `choose`. If a blend is made, one in `SURVEY_EVERY` prompts is computed
-        instead: that takes no longer than without lmc. A later turn is not computed for either: without lmc, the engine
-        would have the turns before.
+        If prefill at about this length has not been measured yet, its pace is estimated as in `choose`, and if a blend
+        is made, one in `SURVEY_EVERY` prompts is computed instead: that takes no longer than without lmc. A later turn
+        is computed for neither reason: without lmc, the engine would have the turns before.
         """
         if policy is LoadPolicy.ALWAYS:
             return ""
@@ -266,7 +269,7 @@ class CostModel:
             return f"a blend would compute {offer.rows:.0f} tokens, and prefill computes {offer.tokens}"
         with self._mutex:
             rate, measured = self._blending[offer.size].value, self._computing[offer.length.bit_length()].value
-            pace = measured if offer.revises else self._pace(offer.length)
+            pace = self._pace(offer.length) if measured is not None or not offer.revises else None
             if rate is None and offer.rows > CLEARLY_LESS_WORK * offer.tokens:
                 is_made = self._is_survey(("blend", *offer.size))
                 why = f"a blend would compute {offer.rows:.0f} tokens of {offer.tokens}, and none was measured"
@@ -304,10 +307,9 @@ class CostModel:
 
         The estimate of loading is a fixed time per record plus a time per byte, summed over all tiers. A blend also
         computes while it loads; the estimate ignores that. The estimate of computing is the number of tokens that
-        loading would save, times a measured pace. This pace is that of prompts of this length. If it is unknown, the
-        next shorter length (by powers of two) is used, or else the shortest length. A token costs more in a longer
-        prompt, so the pace of a shorter prompt makes computing look too cheap. That error corrects itself: the tokens
-        are computed, and measured at the right length. An error in the other direction would never be noticed.
+        loading would save, times the pace of prefill at this length, interpolated between measured lengths. A token costs
+        more in a longer prompt, so beyond the longest one computing looks too cheap. That error corrects itself: the
+        tokens are computed, and measured at the right length. An error in the other direction would never be noticed.
 
         A tier that was passed over for a while is tried again, in case it has become faster, and less and less often.
         """
@@ -358,11 +360,15 @@ class CostModel:
         return None if pace is None else offer.saved * pace
 
     def _pace(self, length: int) -> float | None:
-        """Return the seconds per token of prefill at this length, or else at the next shorter or the shortest one."""
-        paces = {bits: rate.value for bits, rate in self._computing.items() if rate.value is not None}
-        if not paces:
+        """Return the seconds per token of prefill at this length, interpolated between the measured lengths.
+
+        Beyond the longest of these, it is the pace there, and likewise below the shortest one.
+        """
+        measured = [bits for bits, rate in sorted(self._computing.items()) if rate.value is not None]
+        if not measured:
             return None
-        return paces[max((bits for bits in paces if bits <= length.bit_length()), default=min(paces))]
+        lengths = [self._lengths[bits].value or 0.0 for bits in measured]
+        return float(np.interp(length, lengths, [self._computing[bits].value or 0.0 for bits in measured]))
 
 
 class LoadTiming:
