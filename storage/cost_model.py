@@ -307,9 +307,10 @@ class CostModel:
 
         The estimate of loading is a fixed time per record plus a time per byte, summed over all tiers. A blend also
         computes while it loads; the estimate ignores that. The estimate of computing is the number of tokens that
-        loading would save, times the pace of prefill at this length, interpolated between measured lengths. A token costs
-        more in a longer prompt, so beyond the longest one computing looks too cheap. That error corrects itself: the
-        tokens are computed, and measured at the right length. An error in the other direction would never be noticed.
+        loading would save, times the pace of prefill at this length, interpolated between measured lengths. A token
+        costs more in a longer prompt, so beyond the longest one computing looks too cheap. That error corrects itself:
+        the tokens are computed, and measured at the right length. An error in the other direction would never be
+        noticed.
 
         A tier that was passed over for a while is tried again, in case it has become faster, and less and less often.
         """
