@@ -399,9 +399,12 @@ def test_any_thread_may_measure_and_choose() -> None:
 # -- the engine's own prefilling ---------------------------------------------------------------------------------------
 
 
-def steps(*given: tuple[float, int, int], alone: bool = True) -> dict[int, float]:
-    """Seconds per token by power of two, from steps of one request: (when, tokens of a prompt, tokens decoded)."""
-    cost, position = CostModel(Clock(100.0)), 0
+def steps(*given: tuple[float, int, int], alone: bool = True, cached: int = 0) -> dict[int, float]:
+    """Seconds per token by power of two, from steps of one request: (when, tokens of a prompt, tokens decoded).
+
+    Its first `cached` tokens are in the engine's cache.
+    """
+    cost, position = CostModel(Clock(100.0)), cached
     pace = PrefillPace(cost)
     for at, prompts, decoded in given:
         pace.add(
@@ -442,6 +445,14 @@ def test_a_prompt_alone_is_measured_whether_planned_ahead_or_not() -> None:
 )
 def test_steps_that_could_mean_something_else_are_no_measure(given: list[tuple[float, int, int]]) -> None:
     assert steps(*given) == {}
+
+
+def test_few_tokens_after_a_cached_prompt_are_no_measure_of_long_prompts() -> None:
+    """They are mostly fixed cost: in a conversation, prefill of its length looked three times as slow as it was."""
+    one_turn = (0, 100, 0), (1, 0, 1), (1.01, 0, 1)
+    assert steps(*one_turn, cached=1000) == {}
+    assert steps(*one_turn, cached=101) == {}
+    assert list(steps(*one_turn, cached=100)) == [(100 + 200).bit_length()]
 
 
 def test_steps_beside_our_own_computing_are_no_measure() -> None:

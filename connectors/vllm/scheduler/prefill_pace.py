@@ -30,6 +30,14 @@ class EngineStep:
         """Whether lmc's workers compute nothing in the step, and nearly all of its tokens are prompt tokens."""
         return self.alone and self.prompts >= max(1, PROMPTS * self.tokens)
 
+    @property
+    def is_half(self) -> bool:
+        """Whether the step computes at least half of its prompts. Few tokens after cached ones say little about many.
+
+        The tokens [a, b) of a prompt are at least half of it if 3 (b - a) >= a + b.
+        """
+        return 3 * self.prompts**2 >= self.reach
+
 
 class PrefillPace:
     """Tells the cost model how long prefills take.
@@ -40,9 +48,9 @@ class PrefillPace:
     to the planning of the third. This holds whether the engine plans a step after the previous step has ended, or
     while it runs (asynchronous scheduling).
 
-    If a prefill step comes before two small steps (a prompt, then its decoding), the prefill takes the time from its
-    own planning to the planning of the third step. In an engine that does not plan ahead, this time is too long by one
-    small step.
+    If a prefill step of at least half a prompt comes before two small steps (its decoding), the prefill takes the time
+    from its own planning to the planning of the third step. In an engine that does not plan ahead, this time is too
+    long by one small step.
 
     Consecutive steps must have a request in common, because otherwise the engine may have been idle between them.
     """
@@ -74,7 +82,7 @@ class PrefillPace:
             return
         if two.prefills and abs(one.prompts - two.prompts) <= LIKE * one.prompts:
             self._observe(two, now.at - two.at)
-        elif two.alone and max(two.tokens, now.tokens) <= LIKE * one.tokens:
+        elif one.is_half and two.alone and max(two.tokens, now.tokens) <= LIKE * one.tokens:
             self._observe(one, now.at - one.at)
 
     def _observe(self, step: EngineStep, seconds: float) -> None:
