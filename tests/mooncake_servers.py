@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from storage_fakes import free_port
+from storage_fakes import eventually, free_port
 
 MEMBER = """
 import sys, time
@@ -19,6 +19,11 @@ code = store.setup("127.0.0.1", sys.argv[3], int(sys.argv[2]), 0, "tcp", "", sys
 print(code, flush=True)
 sys.stdin.read()
 """
+
+
+def thread_states(pid: int) -> set[str]:
+    """The states of a process's threads, by their letters in /proc."""
+    return {task.read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").glob("*/stat")}
 
 
 class MooncakeStore:
@@ -89,6 +94,7 @@ class MooncakeStore:
         assert process is not None
         process.send_signal(signal.SIGSTOP)
         try:
+            eventually(lambda: thread_states(process.pid) == {"T"})  # A busy machine stops its threads one by one.
             yield
         finally:
             process.send_signal(signal.SIGCONT)
