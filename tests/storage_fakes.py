@@ -325,7 +325,7 @@ def state_of(store: Store) -> StoreState:
 
 
 @contextmanager
-def held_by_nobody(store: Store, slot: int) -> Iterator[None]:
+def with_stray_holder(store: Store, slot: int) -> Iterator[None]:
     """Meanwhile the bookkeeping of memory has a fault: a slot has a holder that does not exist."""
     holders = state_of(store).host._holders
     holders[slot] += 1

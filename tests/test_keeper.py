@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from storage_fakes import DictTier, Shared, held_by_nobody, lose, threads_named, tiers_of
+from storage_fakes import DictTier, Shared, lose, threads_named, tiers_of, with_stray_holder
 from tier_wrappers import Faulty
 
 from lmc.blend.segments import Span
@@ -634,7 +634,7 @@ def test_a_store_that_is_checked_regularly_has_its_faults_logged(monkeypatch, ca
     for name in ("EXPIRY_SECONDS", "RESTORE_SECONDS"):
         monkeypatch.setattr(keeper, name, 0.001)
     monkeypatch.setenv("LMC_CHECK_INTEGRITY", "true")
-    with closing(engine_of()) as engine, held_by_nobody(engine.store, 0):
+    with closing(engine_of()) as engine, with_stray_holder(engine.store, 0):
         while not caplog.records:
             time.sleep(0.001)
     assert caplog.records[0].levelname == "ERROR"
@@ -646,7 +646,7 @@ def test_a_store_is_not_checked_unless_that_is_requested(value, monkeypatch, cap
     if value is not None:
         monkeypatch.setenv("LMC_CHECK_INTEGRITY", value)
     with closing(engine_of()) as engine:
-        with held_by_nobody(engine.store, 0):
+        with with_stray_holder(engine.store, 0):
             engine.keeper.check_integrity()
         assert not threads_named("lmc-keeper")
     assert caplog.records == []

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from service_fakes import arena_for, eventually, serving
-from storage_fakes import held_by_nobody, key_of, meta_of, state_of
+from storage_fakes import key_of, meta_of, state_of, with_stray_holder
 from test_admin import free_port
 from test_keeper import CHUNK, RECORD, A, B, C, D, engine_of, known, learn, places
 from vllm_fakes import DOC_A, DOC_B, Lab, prompt
@@ -169,7 +169,7 @@ def test_a_check_of_a_running_server_reports_faults_of_its_bookkeeping(service):
     store = service.engine().store
     assert lmc("check", "--server", service.server.path, "--json")[:2] == (0, "[]\n")
     (arena,) = service.server.arenas.all()
-    with held_by_nobody(arena.store, 3):
+    with with_stray_holder(arena.store, 3):
         code, out, _ = lmc("check", "--server", service.server.path)
     assert code == 1
     assert "slot 3 is unassigned and held or being filled" in " ".join(out.split())

@@ -914,10 +914,11 @@ class Scheduler:
                 self._note_follow_up(state)
             if self._waits_for(blend, state):
                 return True
-            reach, least = self._reach_of(blend), max(exact, blend.first)
-            if reach < len(blend.hashes) and reach * self._block_size <= least:
+            hashes, least = blend.hashes.whole(), max(exact, blend.first)
+            reach = self._reach(hashes, blend.first // self._block_size)
+            if reach < len(hashes) and reach * self._block_size <= least:
                 continue  # The engine has evicted its end.
-            set_hashes(request, blend.hashes.whole())
+            set_hashes(request, hashes)
             if (cached := self._cached(request)) > least:
                 asks = self._asks_another_question(state, blend)
                 if asks and not self._may_revise(blend):
@@ -932,16 +933,15 @@ class Scheduler:
                     self._continue_unchanged(state, blend)
                 return True
             set_hashes(request, state.exact_hashes)
-            if reach == len(blend.hashes) and not self._groups.windowed:  # Shorter blends have no more of the prompt.
+            if reach == len(hashes) and not self._groups.windowed:  # Shorter blends have no more of the prompt.
                 break
         return self._asks_about_same_documents(state, exact, documents)
 
-    def _reach_of(self, blend: OwnBlend) -> int:
+    def _reach(self, hashes: Sequence[bytes], first: int) -> int:
         """Return how many blocks of a blend the engine has, from the first one on, apart from layers with a window.
 
-        Returns 0 without the first approximate block, which is checked first: most old blends lack it.
+        Returns 0 without the `first` approximate block, which is checked first: most old blends lack it.
         """
-        hashes, first = blend.hashes.whole(), blend.first // self._block_size
         found = self._groups.cached_in(self._groups.without_window, hashes[first : first + 1])
         return self._groups.cached_in(self._groups.without_window, hashes) if found else 0
 
