@@ -12,13 +12,15 @@ has no share, so that no space is kept for a tenant that does not return.
 
 import heapq
 import itertools
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import lru_cache
+from operator import itemgetter
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from lmc.keys import RecordKind
+from lmc.queue_dict import QueueDict
 
 T = TypeVar("T", bound=Hashable)
 Owner: TypeAlias = tuple[str, str]  # the name of a model, and the digest of a tenant's cache salt
@@ -42,7 +44,7 @@ class EvictionClass(IntEnum):  # Hashing a plain `Enum` took a tenth of the time
         return cls.PINNED if pinned else cls.DOCUMENT if kind is RecordKind.DOCUMENT else cls.OTHER
 
 
-Queues: TypeAlias = dict[EvictionClass, OrderedDict[T, int]]  # entry -> time of its last use, oldest first
+Queues: TypeAlias = dict[EvictionClass, QueueDict[T, int]]  # entry -> time of its last use, oldest first
 
 
 class Facts(NamedTuple):
@@ -106,7 +108,7 @@ class EvictionOrder(Generic[T]):
         """Add evictable entries without owners that have the same facts, least recently used first."""
         self._entries.update(dict.fromkeys(entries, facts))
         self._taken[facts.eviction_class] += facts.size * len(entries)
-        self._queues[facts.eviction_class].update(zip(entries, self._clock, strict=False))
+        self._queues[facts.eviction_class].update(dict.fromkeys(entries, next(self._clock)))
 
     def remove(self, entry: T) -> None:
         """Remove an entry, in use or evictable."""
@@ -266,11 +268,11 @@ class FairShares:
         self._greedy = heapq.nlargest(MAX_GREEDY_OWNERS, times, key=times.__getitem__)
 
 
-def _empty_queues() -> dict[EvictionClass, OrderedDict[T, int]]:
-    return {eviction_class: OrderedDict() for eviction_class in EvictionClass}
+def _empty_queues() -> dict[EvictionClass, QueueDict[T, int]]:
+    return {eviction_class: QueueDict() for eviction_class in EvictionClass}
 
 
-def _classes_with(entry: T, queues: Mapping[EvictionClass, OrderedDict[T, int]]) -> list[EvictionClass]:
+def _classes_with(entry: T, queues: Mapping[EvictionClass, QueueDict[T, int]]) -> list[EvictionClass]:
     return [eviction_class for eviction_class, queue in queues.items() if entry in queue]
 
 
@@ -280,6 +282,8 @@ def _name(entry: object) -> str:
 
 def _oldest(queues: Queues[T], classes: Sequence[EvictionClass]) -> T | None:
     if len(classes) == 1:  # the common case: documents take less than their share
-        return next(iter(queues[classes[0]]), None)
-    heads = [next(iter(queue.items())) for eviction_class in classes if (queue := queues[eviction_class])]
-    return min(heads, key=lambda head: head[1])[0] if heads else None
+        return queues[classes[0]].first()
+    heads = [
+        (queue[first], first) for queue in map(queues.__getitem__, classes) if (first := queue.first()) is not None
+    ]
+    return min(heads, key=itemgetter(0))[1] if heads else None

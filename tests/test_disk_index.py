@@ -183,6 +183,14 @@ def test_changes_are_committed_without_a_request(tmp_path, monkeypatch):
         eventually(lambda: max(uses := index.read_uses(tmp_path), key=uses.get) == KEYS[0])
 
 
+def test_headers_have_the_key_objects_of_the_tier(tmp_path):
+    """An engine keeps both, and a million keys take 80 MB."""
+    filled(tmp_path).close()
+    with closing(DiskTier(tmp_path, ROOM)) as tier:
+        objects = {id(key) for key in tier.all_keys()}
+        assert {id(meta.key) for meta, _ in tier.headers()} == objects
+
+
 # -- directories that others have changed ----------------------------------------------------------------------------
 
 

@@ -164,6 +164,21 @@ def test_the_index_is_bounded_and_forgets_the_oldest(pages, stored, monkeypatch)
     assert blocks_of(pages.find(hashes("abc"), stored)) == [3], "whole chunks need no index"
 
 
+def test_blocks_of_earlier_processes_are_forgotten_first(pages, stored, monkeypatch):
+    monkeypatch.setattr(module, "REMEMBERED", 2 * N)
+    for newest_first in ("abc", "def"):
+        for key, label in stored.put(Pages(), newest_first).items():
+            pages.recall(key, label)
+    assert blocks_of(pages.find(hashes("dX"), stored)) == [1]
+    stored.put(pages, "ghi")
+    assert pages.find(hashes("dX"), stored) == []
+    assert blocks_of(pages.find(hashes("aX"), stored)) == [1]
+    stored.put(pages, "abc")  # This process uses it now.
+    stored.put(pages, "jkl")
+    assert pages.find(hashes("gX"), stored) == []
+    assert blocks_of(pages.find(hashes("aX"), stored)) == [1]
+
+
 def test_a_long_prompt_takes_two_questions(pages, stored):
     stored.put(pages, "abcdef" * 50)
     stored.asked = 0

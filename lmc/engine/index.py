@@ -27,9 +27,11 @@ from typing import NamedTuple
 
 from lmc.engine.pieces import Piece, up_to_end
 from lmc.keys import ChunkKey, RecordKind, exact_keys, exact_root, next_key
+from lmc.queue_dict import QueueDict
 
-SHORT = 16  # remembered bytes of a block hash; enough to make collisions infeasible
-REMEMBERED = 1 << 20  # blocks: an index of about 150 MB, for 16 million tokens at 16 tokens per block
+SHORT = 16  # bytes of a block hash in a label; enough to make collisions infeasible
+NAMED = 13  # bytes of a block hash in the index, also enough. With its number, a name takes 48 bytes of memory, not 64.
+REMEMBERED = 1 << 20  # blocks: an index of about 120 MB, for 16 million tokens at 16 tokens per block
 ENDS = 4096  # maximum number of chunks whose following ends are remembered
 
 Places = Mapping[ChunkKey, str | None]
@@ -40,7 +42,9 @@ class CacheIndex:
     """The blocks of stored chunks of pages, and the lengths of stored ends."""
 
     def __init__(self) -> None:
-        self._blocks: OrderedDict[bytes, ChunkKey] = OrderedDict()  # by the short hash and the number in the chunk
+        # Blocks by the short hash and the number in the chunk: those of this process, and those of earlier ones.
+        self._blocks: QueueDict[bytes, ChunkKey] = QueueDict()
+        self._recalled: dict[bytes, ChunkKey] = {}  # the least recently used one is the last one
         self._ends: OrderedDict[ChunkKey, set[int]] = OrderedDict()  # chunk -> lengths of the ends after it
         self._mutex = threading.Lock()  # held while chunks are remembered; lookups need no lock
 
@@ -48,10 +52,15 @@ class CacheIndex:
         """Remember the blocks of a chunk of pages."""
         with self._mutex:
             for place, block in enumerate(hashes):
-                self._blocks[name := _named(block, place)] = key
-                self._blocks.move_to_end(name)
-            while len(self._blocks) > REMEMBERED:
-                self._blocks.popitem(last=False)
+                name = _named(block, place)
+                self._blocks.pop(name, None)
+                self._blocks[name] = key  # at the end
+                self._recalled.pop(name, None)
+            while len(self._blocks) + len(self._recalled) > REMEMBERED:
+                if self._recalled:
+                    self._recalled.popitem()
+                elif (first := self._blocks.first()) is not None:
+                    del self._blocks[first]
 
     def remember_end(self, parent: ChunkKey, length: int) -> None:
         """Remember that a partly full chunk of `length` tokens is stored after the chunk `parent`."""
@@ -66,14 +75,13 @@ class CacheIndex:
 
         Raises `ValueError` for a label that lmc did not write.
         """
-        if kind is RecordKind.PAGES and len(self._blocks) < REMEMBERED:
+        if kind is RecordKind.PAGES and len(self._blocks) + len(self._recalled) < REMEMBERED:
             raw = bytes.fromhex(label)
             with self._mutex:
                 for place, at in enumerate(range(0, len(raw), SHORT)):
                     name = _named(raw[at : at + SHORT], place)
                     if name not in self._blocks:
-                        self._blocks[name] = key
-                        self._blocks.move_to_end(name, last=False)
+                        self._recalled.setdefault(name, key)
         elif kind is RecordKind.PREFIX and label and len(self._ends) < ENDS:
             parent = ChunkKey(bytes.fromhex(label))
             with self._mutex:
@@ -84,7 +92,8 @@ class CacheIndex:
 
     def holder(self, block: bytes, place: int) -> ChunkKey | None:
         """Return the chunk whose block number `place` is this block; None if no chunk has it there."""
-        return self._blocks.get(_named(block, place))
+        name = _named(block, place)
+        return self._blocks.get(name) or self._recalled.get(name)
 
     def ends(self, parent: ChunkKey) -> set[int]:
         """Return the lengths of the ends that are stored after a chunk."""
@@ -93,7 +102,7 @@ class CacheIndex:
 
 def _named(block: bytes, place: int) -> bytes:
     """Return the name of a block that has number `place` in its chunk."""
-    return block[:SHORT] + place.to_bytes(2)
+    return block[:NAMED] + place.to_bytes(2)
 
 
 class NewChunk(NamedTuple):

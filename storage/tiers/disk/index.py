@@ -107,11 +107,12 @@ class DiskIndex:
         for _, size, kind, key in self._by_use("SELECT used, bytes, kind, key FROM records", (OLDEST, 0, "", b"")):
             yield key, size, KINDS.get(kind, RecordKind.PAGES)
 
-    def headers(self) -> Iterator[tuple[RecordMeta, float]]:
+    def headers(self, keys: Mapping[ChunkKey, ChunkKey]) -> Iterator[tuple[RecordMeta, float]]:
         """Yield the headers of all records without sizes and checksums of parts.
 
         Documents come first, and of each kind the most recently used one. With a header comes the time of the last use,
-        in seconds since 1970. One that is used meanwhile may be yielded again.
+        in seconds since 1970. One that is used meanwhile may be yielded again. Headers have the key objects of `keys`,
+        as far as it has equal ones, so that a caller who keeps both needs the memory once.
         """
         query = (
             "SELECT used, bytes, kind, key, namespace, tokens, first, parts, part_bytes, codec, label, model, tenant "
@@ -125,8 +126,9 @@ class DiskIndex:
         for row in chain(documents, others, used_meanwhile):
             used, _, kind, key, namespace, tokens, first, parts, part_bytes, codec, label, model, tenant = row
             meta = RecordMeta(
-                key=ChunkKey(key), kind=KINDS.get(kind, RecordKind.PAGES), namespace=namespace, tokens=tokens,
-                first=first, parts=parts, part_bytes=part_bytes, codec=codec, label=label, model=model, tenant=tenant,
+                key=keys.get(key, ChunkKey(key)), kind=KINDS.get(kind, RecordKind.PAGES), namespace=namespace,
+                tokens=tokens, first=first, parts=parts, part_bytes=part_bytes, codec=codec, label=label, model=model,
+                tenant=tenant,
             )  # fmt: skip
             yield meta, used / 1e9
 

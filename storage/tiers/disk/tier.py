@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
 
@@ -64,6 +64,7 @@ CLOSING_SECONDS = 1.0  # `close` waits at most this long for a check of the dire
 SHARDS = 256  # folders of records, by the first byte of the key
 LOGGED_RECORDS = 1000  # Reading this many records takes a noticeable time, and is logged.
 TRIMMED_BYTES = 256 << 20  # that are evicted at once, while others wait, if a directory has more than it may have
+LOADED_TOGETHER = 1000  # records of the index
 START_SECONDS = 0.5  # that a start waits until an incomplete index has been compared with the directory
 REST_SECONDS = 0.05  # between two folders, if a complete index is compared with the directory
 _RECORD_NAME = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX))
@@ -134,9 +135,10 @@ class DiskTier:
         os.scandir(self._records).close()  # Raises an error for a directory that cannot be read.
         try:
             for (size, kind), together in groupby(rows.records(), itemgetter(1, 2)):
-                keys = [key for key, _, _ in together]
-                self._order.fill(keys, Facts.of(EvictionClass.of(kind, pinned=False), size))
-                self.bytes += size * len(keys)
+                facts = Facts.of(EvictionClass.of(kind, pinned=False), size)
+                while keys := [key for key, _, _ in islice(together, LOADED_TOGETHER)]:
+                    self._order.fill(keys, facts)
+                    self.bytes += size * len(keys)
         except IndexLost as error:
             log.warning("%s: it is built anew from the records", error)
             rows.clear()
@@ -390,7 +392,7 @@ class DiskTier:
                 yield from self._headers(self._rows)
 
     def _headers(self, rows: DiskIndex) -> Iterator[tuple[RecordMeta, float]]:
-        for meta, used in rows.headers():
+        for meta, used in rows.headers({key: key for key in self.all_keys()}):
             if meta.key not in self._order.entries:  # The record has been evicted since.
                 continue
             yield meta, used
