@@ -38,10 +38,8 @@ CEILING = 0.1
 LARGEST = 0.5  # largest allowed difference, however noisy the model is
 
 
-def random_prompt(
-    vocabulary: int, attentions: Sequence[LayerAttention], longest: int, device: torch.device
-) -> list[int]:
-    """Return the random tokens of the self-test's prompt.
+def random_prompt(vocabulary: int, reach: int, longest: int, device: torch.device) -> list[int]:
+    """Return the random tokens of the self-test's prompt, which is longer than the `reach` of every window.
 
     Its length is limited by that of the model's longest prompt, in which a larger window hides nothing, and on a CPU by
     `LONGEST_ON_CPU`, because a large model needs minutes for more. Raises `UnsupportedModel` if the model's longest
@@ -50,7 +48,7 @@ def random_prompt(
     if longest < PROMPT_TOKENS:
         raise UnsupportedModel(f"the model accepts {longest} tokens, but the self-test needs {PROMPT_TOKENS}")
     most = longest if device.type == "cuda" else min(longest, LONGEST_ON_CPU)
-    length = min(PROMPT_TOKENS + max(attention.reach for attention in attentions), most)
+    length = min(PROMPT_TOKENS + reach, most)
     return torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(0)).tolist()
 
 

@@ -5,12 +5,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from amount import cases, mostly_long
 from models import FAMILIES, OTHERS, ROPES, SEPARATOR, random_model, random_tokens
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    DogeConfig,
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PhimoeConfig,
+    Qwen2MoeConfig,
+)
 
 from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.canvas import KV
@@ -21,6 +30,7 @@ from lmc.blend.strategies import STRATEGIES, Evidence, RecomputePolicy
 from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.hf import forward, rows_of
 from lmc.connectors.transformers.layers import DecoderLayers
+from lmc.connectors.transformers.selftest import prove_model
 from lmc.errors import UnsupportedModel
 
 ALL = RecomputePolicy(strategy="all")
@@ -373,6 +383,23 @@ def test_an_unsupported_family_and_a_dynamic_rope_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match="gpt2"):
         DecoderLayers(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=97)))
     assert set(ROPES) == {"plain", "linear", "llama3", "yarn", "dynamic"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "why"),
+    [
+        (PhimoeConfig, {"sliding_window": 100, "num_local_experts": 2}, "in its masks alone"),
+        (Qwen2MoeConfig, {"sliding_window": 100, "use_sliding_window": True, "num_experts": 2}, "in its masks alone"),
+        (DogeConfig, {"keep_window_size": 100}, "masks of their own"),
+    ],
+)
+def test_windows_that_only_a_mask_has_are_refused(kind: Any, more: dict[str, Any], why: str) -> None:
+    """The layers do not say them to their attention function, so lmc would attend to everything."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = kind(vocab_size=97, num_key_value_heads=2, max_position_embeddings=512, **sizes, **more)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UnsupportedModel, match=why):
+        prove_model(model, DecoderLayers(model))
 
 
 def test_of_a_long_question_the_first_rows_run_in_the_second_pass_only(monkeypatch: pytest.MonkeyPatch) -> None:

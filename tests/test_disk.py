@@ -36,6 +36,7 @@ from tier_contract import LocalContract, read, write
 
 from lmc.errors import CorruptRecord, TierUnusable
 from lmc.keys import ChunkKey
+from lmc.storage.tiers import breaker
 from lmc.storage.tiers.disk import DiskTier, files, index
 from lmc.storage.tiers.disk import reader as disk_reader
 from lmc.storage.tiers.disk import tier as disk
@@ -93,6 +94,41 @@ class TestDiskTierThatWritesWhileItSums(TestDiskTier):
     @pytest.fixture(autouse=True)
     def always(self, monkeypatch):
         monkeypatch.setattr(disk, "BESIDE_BYTES", 0)
+
+
+def test_records_stay_known_while_their_file_system_is_not_mounted(tmp_path, monkeypatch):
+    """The directory of the mount is there, and empty. Records were then forgotten, and not counted afterwards."""
+    monkeypatch.setattr(breaker, "FIRST_PAUSE", 0.01)
+    root, away = tmp_path / "tier", tmp_path / "away"
+    with closing(DiskTier(root, 2 * RECORD_BYTES)) as tier:
+        for key in (K0, K1):
+            write(tier, key)
+        root.rename(away)
+        root.mkdir()
+        with pytest.raises(OSError, match="records"):
+            tier.delete(K1)
+        with pytest.raises(OSError, match="records"):
+            write(tier, K2)  # It would evict the oldest record.
+        assert tier.open(K0) is None
+        assert tier.contains([K0, K1]) == [False, False]
+        root.rmdir()
+        away.rename(root)
+        eventually(lambda: tier.usable)
+        assert tier.contains([K0, K1]) == [True, True]
+        write(tier, K2)
+        assert tier.contains([K0, K1, K2]) == [False, True, True]
+        assert tier.bytes == used(root)
+
+
+def test_another_directory_in_the_place_of_the_locked_one_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(breaker, "FIRST_PAUSE", 60.0)
+    root = tmp_path / "tier"
+    with closing(DiskTier(root, ROOM)) as tier:
+        write(tier, K0)
+        root.rename(tmp_path / "away")
+        with closing(DiskTier(root, ROOM)):
+            assert tier.open(K0) is None
+            assert not tier.usable
 
 
 class TestDiskTierWithoutDirectIO(TestDiskTier):

@@ -183,6 +183,16 @@ def test_changes_are_committed_without_a_request(tmp_path, monkeypatch):
         eventually(lambda: max(uses := index.read_uses(tmp_path), key=uses.get) == KEYS[0])
 
 
+def test_uses_in_memory_survive_a_killed_process(tmp_path, monkeypatch):
+    """What memory serves for days would be evicted first after a kill."""
+    monkeypatch.setattr(disk, "USES_SECONDS", 0.01)
+    with closing(filled(tmp_path / "tier")) as tier:
+        tier.note_use([KEYS[0]])
+        eventually(lambda: order(tier)[-1] == KEYS[0])
+        with closing(DiskTier(killed(tier, tmp_path / "killed"), ROOM)) as again:
+            assert order(again)[-1] == KEYS[0]
+
+
 def test_headers_have_the_key_objects_of_the_tier(tmp_path):
     """An engine keeps both, and a million keys take 80 MB."""
     filled(tmp_path).close()

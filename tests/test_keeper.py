@@ -480,18 +480,17 @@ def test_a_pin_is_noted_while_another_thread_writes_the_file_anew(tmp_path, monk
     with closing(engine_of(tmp_path, records=40)) as engine:
         first, second = learn(engine, A), learn(engine, B)
         engine.keeper.pin([first, learn(engine, C)])
-        listed, pinning = engine.keeper._all, threading.Thread(target=engine.keeper.expire, args=([second], 3600))
+        replace, pinning = documents_file.replace, threading.Thread(target=engine.keeper.expire, args=([second], 3600))
 
-        def then_another_pins():
-            documents = listed()
-            if not pinning.ident:
-                pinning.start()
-                pinning.join(0.2)  # It must wait for the file.
-            return documents
+        def while_another_pins(path, lines):
+            pinning.start()
+            pinning.join(0.2)  # It must wait for the file.
+            replace(path, lines)
 
-        monkeypatch.setattr(engine.keeper, "_all", then_another_pins)
+        monkeypatch.setattr(documents_file, "replace", while_another_pins)
         engine.keeper.remove([first])
         pinning.join(30)
+        monkeypatch.undo()
     with closing(engine_of(tmp_path, records=40)) as engine:
         assert (known(engine, B).expires > 0, known(engine, C).pinned) == (True, True)
 

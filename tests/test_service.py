@@ -40,8 +40,10 @@ from tier_wrappers import Delayed
 from lmc.blend.segments import join
 from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
+from lmc.documents.known import KnownDocuments
 from lmc.errors import ChunkLost, ConfigError, NoMemory, StorageError, TierUnusable
-from lmc.server import arenas
+from lmc.keys import document_keys
+from lmc.server import arenas, messages
 from lmc.server import server as servers
 from lmc.server.channel import MAX_FRAME_BYTES, Channel
 from lmc.server.client import remote_store
@@ -50,6 +52,8 @@ from lmc.server.client.remote_store import RemoteStore
 from lmc.server.greeting import PROTOCOL, Attach, Hello
 from lmc.server.lifelines import Lifelines
 from lmc.server.messages import (
+    MAX_KEPT_DOCUMENTS,
+    MAX_KEYS,
     Abort,
     AnyRequest,
     Attached,
@@ -822,6 +826,55 @@ def test_one_of_several_clients_leaves_some_slots_to_the_others(tmp_path):
         other.close()
 
 
+def test_a_client_pins_as_much_of_a_prompt_as_it_may_hold(tmp_path):
+    """With a prompt of one chunk more, it pinned nothing."""
+    with serving(tmp_path, 8) as server:
+        one, keys = attached(server), [key_of(i) for i in range(7)]
+        for key in keys:
+            put(one, key)
+        other = attached(server)
+        pins = one.pin(keys)
+        assert [pin is not None for pin in pins] == [True] * 6 + [False]
+        assert [pin.key for pin in pins[:6]] == keys[:6]
+        one.close()
+        other.close()
+
+
+def test_requests_that_are_too_long_for_a_message_are_sent_in_several(tmp_path):
+    """An engine with 70,000 known documents lost its cache server when it listed them."""
+    with serving(tmp_path, 4) as server:
+        store = attached(server)
+        put(store, K0)
+        (pin,) = store.pin([K0])
+        known, many = KnownDocuments(), MAX_KEYS + 10
+        documents = [known.note(bytes(32), [i], document_keys(bytes(32), [i], 16)) for i in range(many)]
+        keeper = store.keeper(known, lambda _: None)
+        keeper.expire(documents[-1:], 100)
+        for document in documents:
+            document.expires = 0.0
+        keeper.refresh(documents)
+        assert [document.expires > 0 for document in documents] == [False] * (many - 1) + [True]
+        assert store.lookup([K1] * MAX_KEYS + [K0]) == [None] * MAX_KEYS + ["host"]
+        assert store.copies([K0] * many) == ["host"]
+        assert store.copies([K0] * MAX_KEYS + [K1]) == []
+        keeper.remove(documents[: MAX_KEPT_DOCUMENTS + 10])
+        assert store.state(pin) is PinState.READY, "the lease has not ended"
+        store.release([pin])
+        store.close()
+
+
+def test_a_long_listing_comes_in_several_messages(tmp_path, monkeypatch):
+    monkeypatch.setattr(messages, "MAX_LISTED_CHUNKS", 2)
+    with serving(tmp_path, 6) as server:
+        store, keys = attached(server), [key_of(i) for i in range(5)]
+        for key in keys:
+            put(store, key)
+        number, present = store.changes.present()
+        assert [chunk.key for chunk in present["host"]] == keys
+        assert store.changes.since(number) == ([], True)
+        store.close()
+
+
 def test_a_client_that_loads_much_holds_up_nobody_who_loads_little(tmp_path):
     many, tier = [key_of(i) for i in range(30)], DictTier()
     for key in (*many, K4):
@@ -889,7 +942,7 @@ def test_thousands_of_random_frames_do_nobody_else_harm(server, attach):
         LookUp([K0, K1], True), Unanswered([K0]), Release([1, 2]),
         PinKeys([K0, K1], ["host", None]), Begin([meta_of(K2)]), Commit([3]),
         Abort(4), Forget(K3, False, True), CopiesOf([K0]), Introduce("m", "t", 256), Keep([document], "pin"),
-        Kept(["aa"]), Records(True), KnownKeys(), HeldSlots(), Since(0), Present(),
+        Kept(["aa"]), Records(True), KnownKeys(), HeldSlots(), Since(0), Present(first=True),
         Ping([Offered(bytes(32), bytes(40))], [bytes(32)]),
     ]  # fmt: skip
     right = [msgspec.msgpack.encode(question) for question in questions]

@@ -36,7 +36,12 @@ _ATTEND: ContextVar[Attend] = ContextVar("attend")
 def _attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **named: Any
 ) -> tuple[torch.Tensor, None]:
-    """Call the function in `_ATTEND` instead of an attention kernel."""
+    """Call the function in `_ATTEND` instead of an attention kernel.
+
+    Raises `UnsupportedModel` if the layer has made a mask, because lmc calls layers without one.
+    """
+    if attention_mask is not None:
+        raise UnsupportedModel("its layers make masks of their own, which lmc's attention does not know")
     rows = [one[0].transpose(0, 1) for one in (query, key, value)]
     attended = _ATTEND.get()(rows[0], rows[1], rows[2], named)
     if attended is None:
@@ -110,6 +115,12 @@ class DecoderLayers:
     def depth(self) -> int:
         """The number of layers."""
         return len(self._layers)
+
+    @property
+    def longest_window(self) -> int:
+        """The largest number in the configuration that may be a window, and is less than the longest prompt."""
+        numbers = (value for name, value in vars(self._config).items() if "window" in name and isinstance(value, int))
+        return max((number for number in numbers if number < self.positions), default=0)
 
     def angles(self, tokens: int) -> dict[str, Angles]:
         """Return the model's cos and sin of the positions 0…T-1, by kind of layer."""
@@ -200,15 +211,24 @@ class DecoderLayers:
             if named.get("softcap"):
                 what = "a soft cap of its logits, which lmc's attention does not support"
                 raise UnsupportedModel(f"its attention has {what}")
+            window = int(named.get("sliding_window") or 0)
+            if not window and self._has_window(kind):
+                raise UnsupportedModel("its windows are in its masks alone, which lmc does not read")
             seen = {
                 "scale": float(named["scaling"]),
-                "window": int(named.get("sliding_window") or 0),
+                "window": window,
                 "sinks": named.get("s_aux"),
                 "latent": self.latent,
             }
             turns = [rotation.turn(*ends) for rotation in rotations_of(angles[kind])]
             found.append((seen, way_between(first, moved, turns)))
         return found
+
+    def _has_window(self, kind: str) -> bool:
+        """Return whether the configuration gives layers of this kind a window that is shorter than a prompt may be."""
+        window = getattr(self._config, "sliding_window", None)
+        windowed = kind == "sliding_attention" or not getattr(self._config, "layer_types", None)
+        return windowed and window is not None and window < self.positions
 
     def _projected(
         self, layer: int, hidden: torch.Tensor, at: torch.Tensor, angles: Angles

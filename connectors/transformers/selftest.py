@@ -25,7 +25,8 @@ from lmc.connectors.transformers.layers import DecoderLayers
 def prove_model(model: Any, layers: DecoderLayers) -> None:
     """Raise `UnsupportedModel` if lmc's layers compute different keys, values or logits than the model itself."""
     with torch.inference_mode():
-        tokens = random_prompt(layers.vocabulary, layers.attentions(layers.angles(1)), layers.positions, layers.device)
+        reach = max([layers.longest_window, *(one.reach for one in layers.attentions(layers.angles(1)))])
+        tokens = random_prompt(layers.vocabulary, reach, layers.positions, layers.device)
         start = len(tokens) - DOCUMENT_TOKENS
         (whole, wanted), (in_two, again), (alone, _), (repeated, _) = (
             _prefill(model, chunks, latent=layers.latent)

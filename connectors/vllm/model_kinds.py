@@ -48,6 +48,9 @@ TESTED = {
     "TransformersMoEForCausalLM": "dots.llm1",
 }
 
+# Kinds of KV caches that lmc stores. Classes that are derived from these have other rules: with `RSWASpec`, the engine
+# removes blocks in the middle of a table.
+STORED = {"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec"}
 WINDOWED = {"sliding_attention", "chunked_attention"}  # names of such layers in a model's configuration
 SUPPORTED = {"sliding_attention", "full_attention"}  # kinds of layers with which several block tables were tested
 
@@ -99,9 +102,7 @@ def objection(model: Any, kv_cache_config: Any) -> str:
         return "its pooling needs every prompt token computed"
     specs = [spec for group in groups for spec in specs_of(group).values()]
     if reason := next(filter(None, map(_not_stored, specs)), ""):
-        return f"it has layers with a state (linear attention, Mamba), which lmc {reason}"
-    if not all(isinstance(spec, (vllm_api.AttentionSpec, vllm_api.MambaSpec)) for spec in specs):
-        return "it has layers of an unknown kind"
+        return reason
     known = (vllm_api.FullAttentionSpec, vllm_api.SlidingWindowSpec, vllm_api.MambaSpec)
     of_known_kinds = all(isinstance(spec, known) for spec in specs)
     if len(groups) > 1 and not (of_known_kinds and len({group.kv_cache_spec.block_size for group in groups}) == 1):
@@ -113,13 +114,17 @@ def objection(model: Any, kv_cache_config: Any) -> str:
 
 
 def _not_stored(spec: Any) -> str:
-    """Return why states are not stored; an empty string if they are, or if a layer has none."""
-    if not isinstance(spec, vllm_api.MambaSpec):
-        return ""
-    if spec.mamba_cache_mode != "align":
-        return "stores only with prefix caching"
-    # Speculative decoding moves blocks inside a block table.
-    return "cannot store with speculative decoding" if spec.num_speculative_blocks else ""
+    """Return why the KV or the states of a layer are not stored; an empty string if they are."""
+    state = "it has layers with a state (linear attention, Mamba), which lmc"
+    if isinstance(spec, vllm_api.MambaSpec) and spec.mamba_cache_mode != "align":
+        return f"{state} stores only with prefix caching"
+    if isinstance(spec, vllm_api.MambaSpec) and spec.num_speculative_blocks:
+        return f"{state} cannot store with speculative decoding"  # It moves blocks inside a block table.
+    if type(spec).__name__ not in STORED:
+        return f"it has layers of an unknown kind ({type(spec).__name__})"
+    if getattr(spec, "non_causal", False):
+        return "tokens of a prompt attend to later ones, so its KV does not serve other prompts with the same beginning"
+    return ""
 
 
 def groups_of(kv_cache_config: Any) -> Mapping[str, int]:

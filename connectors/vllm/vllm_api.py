@@ -36,7 +36,7 @@ _NAMES = {  # by module
     "vllm.v1.attention.backend": "CommonAttentionMetadata",
     "vllm.v1.core.kv_cache_utils": "generate_block_hash_extra_keys get_request_block_hasher maybe_convert_block_hash "
     "to_event_extra_keys",
-    "vllm.v1.kv_cache_interface": "AttentionSpec FullAttentionSpec MambaSpec SlidingWindowSpec",
+    "vllm.v1.kv_cache_interface": "FullAttentionSpec MambaSpec SlidingWindowSpec",
     "vllm.v1.metrics.cache_hit_source": "CacheHitSource",
     "vllm.v1.worker.worker_base": "WorkerWrapperBase",
 }

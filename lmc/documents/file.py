@@ -57,6 +57,13 @@ def replace(path: Path, lines: Sequence[str]) -> None:
     replace_text(path, "".join(lines))
 
 
+def keep_lines(path: Path, ids: Collection[str]) -> None:
+    """Remove the lines about other documents than these. An `OSError` leaves the old file in place."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        lines = [line for line in file if (entry := parsed(line)) is not None and entry["id"] in ids]
+    replace(path, lines)
+
+
 def forget_noted(directory: Path, ids: Collection[str], namespace: str | None = None) -> None:
     """Remove documents from the files in the directory of a disk tier that no engine uses.
 

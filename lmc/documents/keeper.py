@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 EXPIRY_SECONDS = 1.0  # interval between two checks for expired documents
 RESTORE_SECONDS = 60.0  # interval between two checks for pinned documents that a tier has lost, and of integrity
 MAX_LOGGED_FAULTS = 10
+TIDYING_RESTS = 10  # seconds of rest for each second in which stale lines are removed from the file
 RESTORED_CHUNKS = 8  # chunks per request to a tier
 
 
@@ -112,6 +113,8 @@ class Keeper(DocumentKeeper):
         self._pins: Counter[ChunkKey] = Counter()  # counts documents, because those with the same prefix share chunks
         self._foreign: list[str] = []  # lines about documents of other settings, which may be used again
         self._torn = False  # whether the file may end with half a line
+        self._stale = False  # whether the file has lines about documents that are no longer kept
+        self._next_tidying = 0.0  # time from which these lines may be removed again
         self._mutex = threading.Lock()  # guards the fields above; held only for a moment
         # Prevents that a document is pinned or learned again while it is removed. Acquired before the other locks.
         self.moving = threading.RLock()
@@ -190,10 +193,8 @@ class Keeper(DocumentKeeper):
             # Versions of a text begin with the same chunks.
             for key in self._known.unused(key for document in documents for key in document.keys):
                 self._store.forget(key)
-            with self._mutex:
-                dropped = [self._kept.pop(document.id, None) for document in documents]
-        if any(dropped):
-            self._rewrite()  # Appending would leave the removed documents in the file.
+            self._note(documents)
+        self._tidy_if_due()
 
     def remove_expired(self) -> None:
         """Remove the expired documents."""
@@ -252,10 +253,11 @@ class Keeper(DocumentKeeper):
             self._path = None
 
     def close(self) -> None:
-        """Stop the keeper's background work."""
+        """Stop the keeper's background work, and remove what is stale from the file."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
+        self._tidy()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -318,6 +320,7 @@ class Keeper(DocumentKeeper):
                         self._kept[document.id] = document
                     else:
                         self._kept.pop(document.id, None)
+                        self._stale = True
             if changed:
                 self._write([documents_file.line_about(document, whole=document.id in new) for document in changed])
         if self._path is None and new:
@@ -328,6 +331,32 @@ class Keeper(DocumentKeeper):
         """Rewrite the file with one line per document."""
         with self._file:
             self._write()
+
+    def _tidy_if_due(self) -> None:
+        """Remove what is stale from the file, unless this has taken long a moment ago: the thread does it later."""
+        if self._stale and time.monotonic() >= self._next_tidying:
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Remove the lines about documents that are no longer kept, so that their tokens leave the file."""
+        began = time.monotonic()
+        with self._file:
+            if not self._stale or self._path is None:
+                return
+            self._stale = False
+            if self._torn:
+                self._write()
+                return
+            foreign = [entry["id"] for entry in filter(None, map(documents_file.parsed, self._foreign))]
+            with self._mutex:
+                ids = {*self._kept, *foreign}
+            try:
+                documents_file.keep_lines(self._path, ids)
+            except OSError as error:
+                self._stale = True
+                log.warning("cannot remove documents from %s: %s", self._path, error.strerror)
+        now = time.monotonic()
+        self._next_tidying = now + TIDYING_RESTS * (now - began)
 
     def _write(self, lines: Sequence[str] | None = None) -> None:
         """Append `lines`. Without them, or if the file ends with half a line, rewrite the whole file.
@@ -365,6 +394,7 @@ def _check_documents(reference: "weakref.ref[Keeper]", ended: threading.Event) -
             return
         try:
             keeper.remove_expired()
+            keeper._tidy_if_due()
             since += EXPIRY_SECONDS
             if since >= RESTORE_SECONDS:
                 since = 0.0

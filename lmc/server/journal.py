@@ -38,6 +38,7 @@ class Journal:
     def __init__(self, path: Path, slab: Slab) -> None:
         self._path, self._slab = path, slab
         self._frames: dict[Slot, bytes] = {}  # the last frame of each slot, the most recently written one at the end
+        self._last_bytes = 0  # bytes of these frames
         self._filled: queue.SimpleQueue[tuple[Slot, RecordMeta] | None] = queue.SimpleQueue()
         self._size = 0  # bytes of the journal file
         self._complained = False
@@ -56,6 +57,7 @@ class Journal:
             valid = list(pool.map(self._is_valid, entries, entries.values()))
         chunks = [chunk for chunk, is_valid in zip(entries.items(), valid, strict=True) if is_valid]
         self._frames = {slot: _frame(slot, meta) for slot, meta in chunks}
+        self._last_bytes = sum(map(len, self._frames.values()))
         self._write_anew()
         self._thread.start()
         return [(slot, replace(meta, checksums=())) for slot, meta in chunks]
@@ -98,9 +100,10 @@ class Journal:
             slot, meta = filled
             sums = self._sums(slot, meta)
             if self._has(slot, meta):  # Otherwise the chunk was evicted in the meantime, and the sums are invalid.
-                self._frames.pop(slot, None)
+                before = self._frames.pop(slot, b"")
                 frame = self._frames[slot] = _frame(slot, replace(meta, checksums=sums))
-                if self._size + len(frame) > MIN_FILE_BYTES + MAX_GROWTH * sum(map(len, self._frames.values())):
+                self._last_bytes += len(frame) - len(before)
+                if self._size + len(frame) > MIN_FILE_BYTES + MAX_GROWTH * self._last_bytes:
                     self._write_anew()
                 else:
                     self._append(frame)

@@ -15,6 +15,7 @@ from lmc.keys import LONGEST_MODEL, TENANT_DIGITS, ChunkKey, document_keys
 from lmc.server.arena import Arena
 from lmc.server.channel import BrokenProtocol
 from lmc.server.lifelines import wait_until_gone
+from lmc.storage.change_log import Chunk
 from lmc.storage.contract import Pin, Reservation, StoredChunk
 from lmc.storage.stats import StoreStats
 from lmc.storage.tiers.record import HEADER_LIMIT, NO_CODEC, RecordMeta
@@ -47,6 +48,8 @@ class Lease:
         self.hits: Counter[str] = Counter()  # chunks, by tier
         self.misses = self.stored = self.refused = 0  # chunks
         self.listed: Iterator[StoredChunk] = iter(())  # chunks that `Records` has not sent yet
+        # The number of the last change of a listing, and the chunks that `Present` has not sent yet, by place.
+        self.present: tuple[int, Iterator[tuple[str, Chunk]]] = 0, iter(())
         self._pins: dict[int, Pin] = {}
         self._reservations: dict[int, Reservation] = {}
 
@@ -77,15 +80,14 @@ class Lease:
         """See `ChunkStore.pin`; raise `BrokenProtocol` if the numbers of keys and tiers differ."""
         if places is not None and len(places) != len(keys):
             raise BrokenProtocol("sent different numbers of keys and tiers")
-        if len(keys) > self._may_hold:
-            self.refused += len(keys)
-            return [None] * len(keys)
-        pins = self.store.pin(keys, places, client=self)
+        count = min(len(keys), max(0, self._may_hold))
+        self.refused += len(keys) - count
+        pins = self.store.pin(keys[:count], places[:count] if places is not None else None, client=self)
         self.misses += pins.count(None)
         self.hits.update(pin.place for pin in pins if pin is not None)
         self._pins.update({pin.lease: pin for pin in pins if pin is not None})
         self.arena.known.use(pin.key for pin in pins if pin is not None)
-        return pins
+        return pins + [None] * (len(keys) - count)
 
     def release(self, leases: Sequence[int]) -> None:
         """Release pins; raise `BrokenProtocol` for a lease that the client does not have."""

@@ -5,8 +5,9 @@ connection. Bytes of chunks are never sent: they are in slots of a slab that bot
 """
 
 from array import array
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -23,11 +24,16 @@ from lmc.storage.tiers.record import RecordMeta
 if TYPE_CHECKING:  # A client does not need the imports of the server.
     from lmc.server.lease import Lease
 
+T = TypeVar("T")
+
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 WholeKey = Annotated[ChunkKey, msgspec.Meta(min_length=32, max_length=32)]
-Keys = Annotated[list[WholeKey], msgspec.Meta(max_length=1 << 16)]  # limited, so that other callers do not wait long
+MAX_KEYS = 1 << 16  # in one message, so that other callers do not wait long; clients send more in several messages
+MAX_KEPT_DOCUMENTS = 1 << 14  # in one message
+Keys = Annotated[list[WholeKey], msgspec.Meta(max_length=MAX_KEYS)]
 Leases = Annotated[list[int], msgspec.Meta(max_length=1 << 16)]
 MAX_LISTED_RECORDS = 500  # records in one response
+MAX_LISTED_CHUNKS = 2000  # chunks in one response; decoding them takes some milliseconds
 MAX_OFFERED_DOCUMENTS = 64  # documents in one message
 
 
@@ -236,7 +242,7 @@ class Introduce(Request, frozen=True):
 class Keep(Request, frozen=True):
     """Calls a method of `DocumentKeeper` for documents; `seconds` is the argument of `expire`."""
 
-    documents: Annotated[list[Described], msgspec.Meta(max_length=1 << 14)]
+    documents: Annotated[list[Described], msgspec.Meta(max_length=MAX_KEPT_DOCUMENTS)]
     operation: Literal["pin", "unpin", "expire", "remove"]
     seconds: Annotated[float, msgspec.Meta(gt=0, lt=1 << 33)] | None = None
 
@@ -250,7 +256,7 @@ class Keep(Request, frozen=True):
 class Kept(Request, frozen=True):
     """Calls `DocumentKeeper.refresh`."""
 
-    ids: Annotated[list[str], msgspec.Meta(max_length=1 << 16)]
+    ids: Annotated[list[str], msgspec.Meta(max_length=MAX_KEYS)]
 
     def handle(self, lease: "Lease") -> list[tuple[bool, float]]:
         """Return for each document whether it is pinned, and when it expires (seconds since 1970, or 0 for never)."""
@@ -308,11 +314,22 @@ class Since(Request, frozen=True):
 
 
 class Present(Request, frozen=True):
-    """Calls `Changes.present`."""
+    """Calls `Changes.present`. The `first` request starts a new listing, and an empty response ends it."""
 
-    def handle(self, lease: "Lease") -> tuple[int, dict[str, list[Chunk]]]:
-        """Return the number of the last change, and the chunks of each tier."""
-        return lease.store.changes.present()
+    first: bool
+
+    def handle(self, lease: "Lease") -> tuple[int, list[tuple[str, Chunk]]]:
+        """Return the number of the last change before the listing, and the next chunks with their places."""
+        if self.first:
+            lease.present = lease.store.changes.listing()
+        number, chunks = lease.present
+        return number, list(islice(chunks, MAX_LISTED_CHUNKS))
+
+
+def batches(items: Sequence[T], size: int = MAX_KEYS) -> Iterator[list[T]]:
+    """Yield the items in lists that fit into messages: of `size` items, and a shorter one at the end."""
+    for at in range(0, len(items), size):
+        yield list(items[at : at + size])
 
 
 def _uint32(tokens: bytes) -> "array[int]":

@@ -113,6 +113,10 @@ def attention(kind: type = FullAttentionSpec, **more: Any) -> Any:
     return kind(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32, **more)
 
 
+class OtherRules(FullAttentionSpec):
+    """A kind of cache that a later vLLM may derive, as it has derived `RSWASpec`."""
+
+
 WINDOW = attention(SlidingWindowSpec, sliding_window=128)
 LARGE = replace(WINDOW, block_size=64)
 CHUNKS = attention(ChunkedLocalAttentionSpec, attention_chunk_size=128)
@@ -131,6 +135,8 @@ KINDS = {
     "blocks of two sizes": ([attention(), LARGE], "2 block tables whose blocks differ; start vLLM with --disable-hyb"),
     "chunks": ([attention(), CHUNKS], "2 block tables whose blocks differ; start vLLM with --disable-hybrid"),
     "no cache": ([], "no KV cache"),
+    "a derived kind": ([attention(), attention(OtherRules)], "layers of an unknown kind (OtherRules)"),
+    "prompts that see all of themselves": ([attention(), attention(non_causal=True)], "attend to later ones"),
 }
 
 

@@ -21,7 +21,7 @@ import torch
 from lmc.blend.canvas import KV, Attention, EndOfLayer, Paged, only_writes, writes_and_attends
 from lmc.blend.kernels.choice import TORCH, kernels_of
 from lmc.blend.layer_attention import LayerAttention, absorbed
-from lmc.blend.rope import UNROTATED, Rotation
+from lmc.blend.rope import UNROTATED, Rotation, check_rope
 from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.model_kinds import groups_of, specs_of
 from lmc.connectors.vllm.worker.layer_calls import Given, TransformersLayers, calls_of, rows_of
@@ -267,6 +267,7 @@ class NativeLayers:
     def _rotations(self) -> list[Rotation]:
         """Return the rotation of each layer: that of the RoPE it calls, which it may have and not call."""
         if isinstance(self._calls, TransformersLayers):
+            check_rope(getattr(self._model.config, "rope_parameters", None) or {})
             with torch.inference_mode():
                 return self._calls.rotations(self._run_at, self._keys_at, self.longest, self.device)
         made: dict[Any, Rotation] = {}

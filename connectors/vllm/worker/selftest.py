@@ -41,7 +41,8 @@ def prove_model(
     Each call of a layer or of the model has at most `rows` rows. On a GPU, a stored document is copied on `stream` from
     page-locked memory, as in a blend. Returns whether the model can also be called in its compiled form.
     """
-    exam = _Exam(layers, random_prompt(vocabulary, layers.attentions, layers.longest, layers.device), rows, stream)
+    reach = max(attention.reach for attention in layers.attentions)
+    exam = _Exam(layers, random_prompt(vocabulary, reach, layers.longest, layers.device), rows, stream)
     length = len(exam.tokens)
     if blocks <= max(map(max, exam.tables)):
         raise UnsupportedModel(f"the KV cache has only {blocks} blocks, and the self-test needs more")

@@ -1,8 +1,7 @@
 """Pins and time limits of documents that an engine requests from a cache server. The server stores them."""
 
 import threading
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from lmc.documents.keeper import DocumentKeeper
@@ -11,7 +10,7 @@ from lmc.errors import InputError
 from lmc.server import messages as m
 from lmc.shapes import MIB
 
-MAX_REQUEST_TOKENS = 2 * MIB
+MAX_REQUEST_BYTES = 2 * MIB  # of tokens
 
 
 class RemoteKeeper(DocumentKeeper):
@@ -68,9 +67,10 @@ class RemoteKeeper(DocumentKeeper):
 
     def refresh(self, documents: Sequence[KnownDocument]) -> None:
         """Update the pins and time limits of documents from the server."""
-        states = self._ask(m.Kept([document.id for document in documents]), [])
-        for document, (pinned, expires) in zip(documents, states, strict=False):
-            document.pinned, document.expires = pinned, expires
+        for batch in m.batches(documents):
+            states = self._ask(m.Kept([document.id for document in batch]), [])
+            for document, (pinned, expires) in zip(batch, states, strict=False):
+                document.pinned, document.expires = pinned, expires
 
     def begin_anew(self) -> None:
         """Do nothing: other engines may use this engine's documents, and administrators can remove them."""
@@ -84,11 +84,20 @@ class RemoteKeeper(DocumentKeeper):
         operation: Literal["pin", "unpin", "expire", "remove"],
         seconds: float | None = None,
     ) -> None:
-        remaining = [m.Described.of(document) for document in documents]
-        while remaining:
-            sizes = accumulate(len(document.tokens) for document in remaining)
-            count = max(1, sum(size <= MAX_REQUEST_TOKENS for size in sizes))
-            batch, remaining = remaining[:count], remaining[count:]
+        for batch in _requests([m.Described.of(document) for document in documents]):
             unavailable = "the cache server is unreachable: try again when it has restarted"
             if refused := self._ask(m.Keep(batch, operation, seconds), unavailable):
                 raise InputError(refused)
+
+
+def _requests(documents: Sequence[m.Described]) -> Iterator[list[m.Described]]:
+    """Yield the documents in lists that fit into messages, by their number and the bytes of their tokens."""
+    batch, size = list[m.Described](), 0
+    for document in documents:
+        if batch and (len(batch) == m.MAX_KEPT_DOCUMENTS or size + len(document.tokens) > MAX_REQUEST_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(document)
+        size += len(document.tokens)
+    if batch:
+        yield batch

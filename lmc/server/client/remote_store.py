@@ -91,11 +91,15 @@ class RemoteStore(ChunkStore, DocumentServer):
 
     def lookup(self, keys: Sequence[ChunkKey], *, shared: bool = True) -> list[str | None]:
         """See `ChunkStore.lookup`."""
-        return self.ask(m.LookUp(list(keys), shared), [None] * len(keys)) if keys else []
+        return [
+            place
+            for batch in m.batches(keys)
+            for place in self.ask(m.LookUp(batch, shared), list[str | None]([None]) * len(batch))
+        ]
 
     def unanswered(self, keys: Sequence[ChunkKey]) -> bool:
         """See `ChunkStore.unanswered`."""
-        return self.ask(m.Unanswered(list(keys)), False) if keys else False
+        return any(self.ask(m.Unanswered(batch), False) for batch in m.batches(keys))
 
     def pin(self, keys: Sequence[ChunkKey], places: Sequence[str | None] | None = None) -> list[Pin | None]:
         """See `ChunkStore.pin`."""
@@ -166,7 +170,8 @@ class RemoteStore(ChunkStore, DocumentServer):
 
     def copies(self, keys: Sequence[ChunkKey]) -> list[str]:
         """See `ChunkStore.copies`."""
-        return self.ask_slowly(m.CopiesOf(list(keys)), [])
+        of_batches = [self.ask_slowly(m.CopiesOf(batch), list[str]()) for batch in m.batches(keys)]
+        return [place for place in of_batches[0] if all(place in places for places in of_batches)] if keys else []
 
     # -- contents and counts -----------------------------------------------------------------------------------------
 
@@ -395,6 +400,7 @@ class _RemoteChanges(Changes):
 
     def __init__(self, store: RemoteStore) -> None:
         self._store = store
+        self._listing = threading.Lock()  # The server has one listing for each client.
 
     def since(self, number: int) -> tuple[list[Change], bool]:
         """See `Changes.since`. After a change of the server, the result is incomplete, and readers must start again."""
@@ -409,6 +415,12 @@ class _RemoteChanges(Changes):
 
     def present(self) -> tuple[int, dict[str, list[Chunk]]]:
         """See `Changes.present`."""
-        connection = self._store.connection
-        number, present = self._store.ask_slowly(m.Present(), (0, dict[str, list[Chunk]]()))
-        return connection * CHANGE_NUMBERS + number, present
+        found: dict[str, list[Chunk]] = {}
+        with self._listing:
+            connection = self._store.connection
+            number, chunks = self._store.ask_slowly(m.Present(first=True), (0, list[tuple[str, Chunk]]()))
+            while chunks:
+                for place, chunk in chunks:
+                    found.setdefault(place, []).append(chunk)
+                _, chunks = self._store.ask_slowly(m.Present(first=False), (0, list[tuple[str, Chunk]]()))
+        return connection * CHANGE_NUMBERS + number, found

@@ -65,6 +65,8 @@ SHARDS = 256  # folders of records, by the first byte of the key
 LOGGED_RECORDS = 1000  # Reading this many records takes a noticeable time, and is logged.
 TRIMMED_BYTES = 256 << 20  # that are evicted at once, while others wait, if a directory has more than it may have
 LOADED_TOGETHER = 1000  # records of the index
+USES_SECONDS = 10.0  # after which uses in memory count for the disk
+USES_TOGETHER = 256  # of these uses; other threads wait meanwhile
 START_SECONDS = 0.5  # that a start waits until an incomplete index has been compared with the directory
 REST_SECONDS = 0.05  # between two folders, if a complete index is compared with the directory
 _RECORD_NAME = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX))
@@ -94,7 +96,7 @@ class DiskTier:
         self._order: EvictionOrder[ChunkKey] = EvictionOrder(document_share * capacity)  # all records
         self._pinned: set[ChunkKey] = set()  # also of records that will be written later
         self._paused_until, self._failed_writes = 0.0, 0
-        self._uses: dict[ChunkKey, int] = {}  # uses in memory since the last eviction: time of the last, in nanoseconds
+        self._uses: dict[ChunkKey, int] = {}  # uses in memory that do not count yet: time of the last, in nanoseconds
         self._uses_lock = new_lock(Rank.LEAF)
         self._serial = 0
         self._thread = threading.local()  # `into`: the memory for the records that a thread opens next
@@ -102,12 +104,14 @@ class DiskTier:
         if read_only and not self._records.is_dir():
             raise TierUnusable(f"no disk tier at {self.root}: it has no records directory")
         lock = -1 if read_only else files.take_directory(self.root, [self._records, self._tmp], capacity)
+        self._lock_file = lock
         # The lock is released even without a call of `close`, for the next tier in this process.
         self._let_go = weakref.finalize(self, files.give_directory_back, lock)
         self._rows: DiskIndex | None = None
         self._loaded = False  # The index was complete, or has been compared with the directory.
         self._comparing: threading.Thread | None = None
         self._failure: OSError | None = None  # why the comparison ended early
+        self._applying: threading.Thread | None = None
         self._closed = threading.Event()
         self._building = threading.Lock()  # held while the index is built anew; acquired before all others
         try:
@@ -120,6 +124,11 @@ class DiskTier:
                 leftover.unlink(missing_ok=True)
             self._rows = DiskIndex(self.root)
             self._load(self._rows)
+            arguments = weakref.ref(self), self._closed
+            self._applying = threading.Thread(
+                target=_apply_uses_regularly, args=arguments, name="lmc-disk-uses", daemon=True
+            )
+            self._applying.start()
             if not document_share:  # With a share, the protected records are not known yet.
                 self.trim()
         except OSError as error:
@@ -217,7 +226,7 @@ class DiskTier:
         try:
             names = os.listdir(self._records / shard)
         except FileNotFoundError:
-            os.scandir(self._records).close()  # Raises an error if all folders are missing, as without a mount.
+            self._probe()  # Raises an error if all folders are missing, as without a mount.
             return set()
         return {
             ChunkKey(bytes.fromhex(name[:64])) for name in names if _RECORD_NAME.fullmatch(name) and name[:2] == shard
@@ -275,6 +284,11 @@ class DiskTier:
             with removed_if_corrupt(self.discard, key):
                 reader = DiskReader(path, key, self.discard, getattr(self._thread, "into", {}).pop(key, ()))
         except FileNotFoundError:
+            try:
+                self._probe()
+            except OSError as error:
+                self._breaker.open(error)
+                return None
             with self._lock:
                 if not path.exists():  # A writer may have written the file since. Otherwise the file was removed.
                     self._forget(key)
@@ -292,7 +306,7 @@ class DiskTier:
         return reader
 
     def note_use(self, keys: Sequence[ChunkKey]) -> None:
-        """Record uses for the next eviction. This does not wait for the lock, which is held while files are removed."""
+        """Record uses, which count later. This does not wait for the lock, which is held while files are removed."""
         if self.read_only:
             return
         now = time.time_ns()
@@ -320,6 +334,8 @@ class DiskTier:
         """Write a record. If `sums` is given, another thread computes its checksums meanwhile."""
         header = _header(meta, (0,) * meta.parts if sums else checksums(meta, parts))
         size = len(header) + meta.offset(meta.parts)
+        if self.bytes + size > self.capacity:
+            self.apply_uses()
         with self._lock:
             if size <= self.capacity:
                 self._evict(self.bytes + size - self.capacity)
@@ -351,6 +367,8 @@ class DiskTier:
             return False
         with self._lock:
             there = self._path(key).exists()
+            if not there:
+                self._probe()
             self._path(key).unlink(missing_ok=True)
             self._forget(key)
         return there
@@ -412,6 +430,7 @@ class DiskTier:
         """Evict records until the tier is within its capacity, some at a time, so that others can use it meanwhile."""
         freed = 1
         while freed and not self._closed.is_set():
+            self.apply_uses()
             with self._lock:
                 freed = self._evict(min(self.bytes - self.capacity, TRIMMED_BYTES))
 
@@ -454,17 +473,22 @@ class DiskTier:
         self._closed.set()
         self._breaker.close(CLOSING_SECONDS)
         self._sums.shutdown()
-        if self._comparing is not None:
-            self._comparing.join()
+        for thread in (self._comparing, self._applying):
+            if thread is not None:
+                thread.join()
         if self._rows is not None:
-            with self._lock:
-                self._apply_uses()
+            self.apply_uses()
             self._rows.close(complete=self._loaded)
         self._let_go()
 
     def _probe(self) -> None:
-        """Raise `OSError` if the directory cannot be read."""
+        """Raise `OSError` if the directory cannot be read, or if another one is in its place.
+
+        While a file system is not mounted, no record of it is there, and none was removed.
+        """
         os.scandir(self._records).close()
+        if not (self.read_only or os.path.samestat(os.fstat(self._lock_file), (self.root / "lock").stat())):
+            raise OSError(errno.ESTALE, "it is not the directory that was locked", str(self.root))
 
     def _leftovers(self) -> list[Path]:
         found = sorted(self._tmp.iterdir()) if self._tmp.is_dir() else []
@@ -500,10 +524,13 @@ class DiskTier:
             self._changes.left(self.name, key)
 
     def _evict(self, excess: int) -> int:
-        """Evict records, oldest first, until `excess` bytes are free. Returns the bytes freed."""
+        """Evict records, oldest first, until `excess` bytes are free. Returns the bytes freed.
+
+        The caller has applied the uses, without the lock, because many of them take long.
+        """
         freed = 0
         if excess > 0:
-            self._apply_uses()
+            self._probe()  # Otherwise records would be forgotten that are there when the file system is mounted again.
         while freed < excess and (key := self._order.first()) is not None:
             facts = self._order.entries[key]
             self._path(key).unlink(missing_ok=True)  # If this fails, the record stays in the index and can be read.
@@ -514,18 +541,21 @@ class DiskTier:
             freed += int(facts.size)
         return freed
 
-    def _apply_uses(self) -> None:
+    def apply_uses(self) -> None:
         """Move records that memory has served to the end of the eviction order, and record the times of these uses.
 
         Their order is that of these uses. Relative to records that were read since, the order is not exact.
         """
         with self._uses_lock:
             uses, self._uses = self._uses, {}
-        for key, when in uses.items():
-            if key in self._order.entries:
-                self._order.touch(key)
-                assert self._rows is not None, "only the owner of a directory notes uses"
-                self._rows.use(key, when)
+        assert self._rows is not None, "only the owner of a directory notes uses"
+        remaining = iter(uses.items())
+        while some := list(islice(remaining, USES_TOGETHER)):
+            with self._lock:
+                for key, when in some:
+                    if key in self._order.entries:
+                        self._order.touch(key)
+                        self._rows.use(key, when)
 
     def _document_evicted(self) -> None:
         if not self.document_evictions:
@@ -560,6 +590,7 @@ class DiskTier:
                 path.unlink(missing_ok=True)
                 if error.errno not in FULL:
                     raise
+            self.apply_uses()
             with self._lock:
                 if not tries_left or not self._evict(size):
                     self._pause("has no space left")
@@ -570,6 +601,16 @@ class DiskTier:
         if time.monotonic() >= self._paused_until:
             log.warning("disk tier %s %s; storing pauses for %.0f s, reading goes on", self.root, why, PAUSE_SECONDS)
         self._paused_until = time.monotonic() + PAUSE_SECONDS
+
+
+def _apply_uses_regularly(reference: "weakref.ref[DiskTier]", closed: threading.Event) -> None:
+    """Apply uses until the tier is closed or garbage-collected."""
+    while not closed.wait(USES_SECONDS):
+        tier = reference()
+        if tier is None:
+            return
+        tier.apply_uses()
+        del tier
 
 
 def _header(meta: RecordMeta, sums: tuple[int, ...]) -> memoryview:
