@@ -708,6 +708,27 @@ def test_a_request_with_unknown_documents_waits_for_no_answer(slow_bucket):
     lab.finish(request)
 
 
+def test_what_another_host_has_learned_into_a_slow_pool_is_not_learned_again(make):
+    """The pool does not answer at once, and the document is not known here yet."""
+    lab = make(tier := SlowToAnswer())
+    learn(lab, DOC_A)
+    lose(lab.store, *lab.store.known_keys())
+    lab.engine.known.clear()
+    tier.answers = False
+    request = lab.arrive("learn", DOC_A, {"learn": True})
+    assert lab.admit(request) is None
+    lab.step({})
+    assert lab.scheduler.take_plan().learn == []
+    tier.answers = True
+    assert lab.wait(lambda: lab.admit(request)) == len(DOC_A)
+    lab.load(request)
+    lab.compute(request, request.num_tokens - request.num_computed_tokens)
+    assert lab.finish(request)["learned"]
+    assert lab.scheduler.numbers()["documents_learned"] == 1
+    lab.settle()
+    lab.check()
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_request_that_ends_while_it_waits_for_an_answer_leaves_nothing(slow_bucket, when):
     lab, tier = slow_bucket

@@ -51,22 +51,24 @@ class Claims:
     def asks(self, state: RequestState, match: Match) -> bool:
         """Return whether a request waits for answers about chunks of known documents, which are probably stored.
 
-        It waits no longer than it would take to compute their tokens.
+        It waits no longer than it would take to compute their tokens. A request to learn waits for answers about all
+        documents: another host may have learned them into a pool.
         """
         store, known = self._engine.store, self._engine.known
         if not store.shared_places:
             return False
+        learns = state.role is Role.LEARN
         missing = [
             piece
             for document in match.documents
-            if document.known or (document.pieces and known.get(document.pieces[-1].key.hex()))
+            if learns or document.known or (document.pieces and known.get(document.pieces[-1].key.hex()))
             for piece in document.pieces
             if piece.place is None
         ]
         keys = tuple(piece.key for piece in missing)
         if not keys or not store.unanswered(keys):
             return False
-        pace = store.cost.prefill_pace()
+        pace = None if learns else store.cost.prefill_pace()
         seconds = pace * sum(piece.tokens for piece in missing) if pace else ANSWER_SECONDS
         state.asked, state.answers_due = keys, self._setup.clock() + min(ANSWER_SECONDS, seconds)
         return True

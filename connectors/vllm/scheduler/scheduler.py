@@ -170,7 +170,7 @@ class Scheduler:
         request = state.request
         if state.given_up or self.off or request.skip_reading_prefix_cache:
             return 0
-        if (state.role is Role.LEARN and not self._has_learned(state)) or self._awaits_answers(state):
+        if self._awaits_answers(state) or (state.role is Role.LEARN and not self._has_learned(state)):
             return None
         # The engine computes the last token of a prompt. If no other token is loaded, it asks again, without end.
         if request.num_tokens == 1:
