@@ -597,6 +597,9 @@ def test_a_document_with_other_white_space_is_named(advised):
         why, advice = advised(f"Use this: {text} What is rule 8?", OTHER, NOTES)
         assert why == "the prompt has 1.txt with other white space"
         assert "the texts that the application sends" in advice
+        assert ("--crlf" in advice) == ("\r\n" in text)
+    beside = " ".join(NOTES.split())
+    assert advised(f"{OTHER}\n{beside} What is rule 8?", OTHER, NOTES)[0].startswith("the prompt has 1.txt with other")
     joined = "".join(JAPANESE.split())
     assert advised(f"{joined} 何ですか", OTHER, JAPANESE)[0] == "the prompt has 1.txt with other white space"
 

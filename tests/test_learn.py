@@ -25,7 +25,7 @@ from test_cli import lmc, without_torch
 from test_turn_headers import ADDED, tokenizer_of
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lmc.commands.learn.learners import ModelLearner, Retention, Stored
+from lmc.commands.learn.learners import ModelLearner, Retention, ServerLearner, Stored
 from lmc.commands.learn.manifest import Manifest
 from lmc.commands.learn.run import LearnRun, parts_of
 from lmc.config.settings import Settings
@@ -467,17 +467,20 @@ def test_a_server_is_asked_whether_its_template_writes_json_strings(
 
 
 def test_sizes_are_those_of_what_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = json.loads(lmc("size", MODEL, "--documents", SHIPPED / "documents", "--json")[1])
+    whole = "size", MODEL, "--documents", SHIPPED / "documents", "--dtype", "float32"
+    said = json.loads(lmc(*whole, "--json")[1])
     assert lmc("learn", SHIPPED / "documents", "--model", MODEL, "--local-disk", tmp_path / "disk")[0] == 0
     there = [path.stat().st_size for path in (tmp_path / "disk/records").rglob("*.safetensors")]
     assert (said["documents"], said["on_disk"], said["slots"]) == (len(TEXTS), sum(there), len(there))
     monkeypatch.setenv("LMC_LOCAL_DISK", str(tmp_path / "disk"))
     monkeypatch.setenv("LMC_MAX_LOCAL_DISK_SIZE", "1")
-    code, out, _ = lmc("size", MODEL, "--documents", SHIPPED / "documents")
+    code, out, _ = lmc(*whole)
     assert code == 0
     assert f"disk, 1 GB: {(1 << 30) * len(TEXTS) // sum(there)} such documents" in out
     half = json.loads(lmc("size", MODEL, "--dtype", "bfloat16", "--json")[1])["token"]
     assert half * 2 == said["token"]
+    assert json.loads(lmc("size", MODEL, "--json")[1])["token"] == half, "as vLLM serves it"
+    assert "the model has float32: use --dtype float32 if vLLM gets this option, too" in " ".join(lmc("size", MODEL)[1].split())
 
 
 def test_what_size_cannot_read_is_said(tmp_path: Path) -> None:
@@ -622,13 +625,12 @@ def test_a_manifest_that_ends_in_half_a_line_is_gone_on_with(tmp_path: Path) -> 
         assert not manifest.has(Document("one", "another text"))
 
 
-@pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("content", ["notes\n", "notes", '{"id": "a", "text": "one"}\n', "[1]\n", '{"url": "a"}'])
-def test_a_file_that_is_not_a_manifest_stays_as_it_is(tmp_path: Path, content: str, again: bool) -> None:
+def test_a_file_that_is_not_a_manifest_stays_as_it_is(tmp_path: Path, content: str) -> None:
     """It was appended to, or emptied with --again."""
     (tmp_path / "a").write_text(content)
     with pytest.raises(InputError, match="is not a manifest of lmc learn; use --manifest for another file"):
-        Manifest(tmp_path / "a", again=again)
+        Manifest(tmp_path / "a")
     assert (tmp_path / "a").read_text() == content
 
 
@@ -699,17 +701,20 @@ def test_a_second_interruption_leaves_the_documents_in_flight(tmp_path: Path) ->
 
 def test_to_learn_again_forgets_nothing_before_something_is_learned(tmp_path: Path) -> None:
     """The server may not even be there."""
-    one, two = Document("one", "one"), Document("two", "two")
+    one, two, other = (Document(name, name) for name in ("one", "two", "other"))
     with Manifest(tmp_path / "m") as manifest:
         manifest.add(one, [])
-    with Manifest(tmp_path / "m", again=True) as manifest:
+        manifest.add(other, ["id"])
+    with Manifest(tmp_path / "m") as manifest:
+        manifest.forget([one, two])
         assert not manifest.has(one)
     with Manifest(tmp_path / "m") as manifest:
         assert manifest.has(one)
-    with Manifest(tmp_path / "m", again=True) as manifest:
+        manifest.forget([one, two])
         manifest.add(two, [])
     with Manifest(tmp_path / "m") as manifest:
-        assert [manifest.has(document) for document in (one, two)] == [False, True]
+        assert [manifest.has(document) for document in (one, two, other)] == [False, True, True]
+        assert manifest.ids(other) == ["id"]
 
 
 # -- a server ---------------------------------------------------------------------------------------------------------
@@ -749,6 +754,67 @@ def test_what_the_server_has_lost_is_learned_again(server: Any, tmp_path: Path) 
     for gone in ([], [{"id": "0a", "places": []}]):
         server.answers[address] = 200, {"documents": gone}
         assert "1 document learned" in lmc(*words)[1]
+
+
+def test_without_administration_some_documents_are_sent_again(server: Any, tmp_path: Path) -> None:
+    """After a restart without a disk and one other request, 0 documents were learned, and the exit code was 0."""
+    learned: dict[str, Any] = {"learned": True, "documents": ["0a"], "computed_documents": 1}
+    server.answers["/v1/completions"] = 200, {"kv_transfer_params": {"lmc": learned}}
+    server.answers["/metrics"] = 200, 'lmc:chunk_tokens{place="host"} 20'
+    for name in "abcdefgh":
+        (tmp_path / f"{name}.txt").write_text(f"text {name}")
+    words = "learn", tmp_path, "--url", server.url, "--admin", server.url
+    assert "8 documents learned" in lmc(*words)[1]
+    assert "8 documents learned" in lmc(*words)[1], "they are not stored any more"
+    del learned["computed_documents"]
+    assert "0 documents learned" in lmc(*words)[1]
+
+
+def test_another_model_at_the_same_address_has_learned_nothing(server: Any, tmp_path: Path) -> None:
+    server.answers["/v1/completions"] = 200, {"kv_transfer_params": {"lmc": {"learned": True, "documents": ["0a"]}}}
+    (tmp_path / "a.txt").write_text("a text")
+    for root, learned in (("one", 1), ("one", 0), ("two", 1), ("one", 0)):
+        server.answers["/v1/models"] = 200, {"data": [{"id": "m", "root": root}]}
+        assert json.loads(lmc("learn", tmp_path, "--url", server.url, "--json")[1])["learned"] == learned
+
+
+def test_a_server_that_shuts_down_is_left(tmp_path: Path) -> None:
+    """It waits for its connections, and the command waited for its answers, for ten minutes."""
+    program = """if True:
+        import sys, threading
+        from pathlib import Path
+        from lmc.commands.learn import manifest, run
+        from lmc.documents.sources import Corpus, Document
+
+        class Stopping:
+            def learn(self, document):
+                threading.Event().wait()
+
+            def has_stopped(self):
+                return True
+
+        run.SILENT_SECONDS = 0.1
+        with manifest.Manifest(Path(sys.argv[1])) as learned:
+            run.LearnRun(Corpus([Document("a", "one")]), learned, run.Retention(False, None)).learn(Stopping(), 2)
+    """
+    command = [sys.executable, "-c", program, str(tmp_path / "m")]
+    ended = subprocess.run(command, timeout=60, capture_output=True, check=False, text=True)
+    assert ended.returncode == 2
+    assert "0 of 1 document was learned; run the same command again to continue" in ended.stderr
+    assert "the server is shutting down" in ended.stderr
+
+
+def test_a_server_that_listens_has_not_stopped() -> None:
+    with http_stub((200, {"data": [{"id": "m"}]})) as server:
+        learner = ServerLearner(server.url, " # # ")
+        assert not learner.has_stopped()
+    assert learner.has_stopped()
+
+
+def test_line_ends_are_those_of_python_or_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\r\ntwo")
+    assert read_documents(str(tmp_path)).documents == [Document("a.txt", "one\ntwo")]
+    assert read_documents(str(tmp_path), keeps_crlf=True).documents == [Document("a.txt", "one\r\ntwo")]
 
 
 def test_the_variable_lmc_admin_names_the_endpoint_that_is_asked(server: Any, tmp_path: Path, monkeypatch) -> None:

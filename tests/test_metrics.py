@@ -295,6 +295,17 @@ def test_rates_are_of_the_time_between_two_samples():
     assert found["write queue (now)"] == ["3"]
 
 
+def test_only_places_have_columns():
+    """Errors are counted by hook, and each hook had a column without numbers."""
+    console, hooks = Console(file=io.StringIO(), width=80), ("take_events", "build_connector_meta")
+    counts = {("errors", (hook,)): 1.0 for hook in hooks} | {("hits", ("host",)): 2.0, ("written_chunks", ("disk",)): 3}
+    console.print(table("here", counts))
+    shown = console.file.getvalue()
+    assert not any(hook in shown for hook in hooks)
+    assert cells(shown)["errors"] == ["2"]
+    assert cells(shown)["hits"] == ["2", "2"]
+
+
 def test_a_counter_that_became_smaller_began_anew():
     labels = (("engine", "0"),)
     before = Sample(at=0.0, series={("misses", labels): 100.0, ("write_queue_depth", labels): 9.0})

@@ -171,7 +171,7 @@ WORK_LINES = {
     "corrupt records": "corrupt_records", "usable (now)": "tier_usable", "chunks (now)": "chunks",
     "tokens (now)": "chunk_tokens", "write queue (now)": "write_queue_depth", "dropped writes": "dropped_writes",
     "no room": "no_room", "requests": "requests", "blends": "blends", "loads": "loads",
-    "loads skipped": "loads_skipped", "loads failed": "failed_loads", "refused": "refused",
+    "loads skipped": "loads_skipped", "loads failed": "failed_loads", "refused": "refused", "errors": "errors",
 }  # fmt: skip
 ROUTED_LINES = {
     "requests": "router_requests", "requests (now)": "router_engine_requests", "usable (now)": "router_engine_usable",
@@ -195,11 +195,12 @@ def table(url: str, numbers: Numbers, seconds: float | None = None) -> Group:
     columns = set[str]()
     for (name, labels), n in numbers.items():
         metric, column = METRICS[name], ""
-        if labels and (metric.labels[0] == "engine" or not is_router):
+        if labels and metric.labels[0] in (("engine",) if is_router else ("place", "tier")):
             column = labels[0]
             columns.add(column)
         unit = 1.0 if seconds is None or metric.gauge else seconds
-        rates[name if is_router else key(name, labels[1:])][column] += n / unit
+        others = labels[1:] if column and not is_router else ()
+        rates[key(name, others)][column] += n / unit
     shown = Table("", "all", title=title, box=box.SIMPLE_HEAD)
     shown.columns[1].justify = "right"
     names = sorted(columns) if is_router else fastest_first(columns)

@@ -50,15 +50,21 @@ class Corpus:
 
 
 def read_documents(
-    source: str, id_field: str = DEFAULT_ID, text_field: str = "text", patterns: Sequence[str] = ()
+    source: str,
+    id_field: str = DEFAULT_ID,
+    text_field: str = "text",
+    patterns: Sequence[str] = (),
+    *,
+    keeps_crlf: bool = False,
 ) -> Corpus:
     """Return the documents of a source.
 
     A source is a directory, a text file, a JSON or JSONL file, or standard input (`-`). Of a directory, files with one
     of `ENDINGS` are read, or those that match one of the `patterns`. Documents of white space alone are left out.
+    Line ends of text files become `\\n`, as programs in Python read them, unless `keeps_crlf`.
     Raises `InputError` if there is no document; it names the first file or entry that could not be read.
     """
-    reader, path = _Reader(id_field, text_field), Path(source)
+    reader, path = _Reader(id_field, text_field, keeps_crlf=keeps_crlf), Path(source)
     if patterns and not os.path.isdir(source):
         raise InputError(f"--glob chooses files of a directory, and {source} is not a directory: leave --glob out")
     if source == STANDARD_INPUT:
@@ -84,8 +90,8 @@ def read_documents(
 class _Reader:
     """Reads files and JSON objects into a corpus."""
 
-    def __init__(self, id_field: str, text_field: str) -> None:
-        self._id_field, self._text_field = id_field, text_field
+    def __init__(self, id_field: str, text_field: str, *, keeps_crlf: bool) -> None:
+        self._id_field, self._text_field, self._keeps_crlf = id_field, text_field, keeps_crlf
         self._corpus = Corpus()
         self._ids: dict[str, int] = {}  # id -> the last number that was appended to it
         self._first_ids: dict[str, str] = {}  # text -> id
@@ -137,7 +143,7 @@ class _Reader:
     def add_file(self, path: Path, name: str | PurePath, *, is_text: bool) -> None:
         """Read a file as one text, or as JSON objects."""
         try:
-            text = read_text(path)
+            text = read_text(path, keeps_crlf=self._keeps_crlf)
         except InputError as error:
             self._corpus.skipped[name_of(name)] = str(error)
             return
@@ -253,9 +259,13 @@ def read_standard_input() -> str:
         raise InputError(f"cannot read standard input as UTF-8 text: {error}") from None
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a file, without a byte order mark. Raises `InputError` if it cannot be read as UTF-8."""
+def read_text(path: Path, *, keeps_crlf: bool = False) -> str:
+    """Return the text of a file, without a byte order mark. Raises `InputError` if it cannot be read as UTF-8.
+
+    Line ends become `\\n`, unless `keeps_crlf`.
+    """
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig", newline="" if keeps_crlf else None) as file:
+            return file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path} as UTF-8 text: {getattr(error, 'strerror', None) or error}") from None

@@ -70,6 +70,17 @@ class Adviser:
                 return Advice(f"{why}: line breaks and quotes are escaped", lines)
         return Advice()
 
+    def on_white_space(self, prompt: Tokens, found: Iterable[DocumentMatch]) -> Advice:
+        """Return advice if a prompt has documents with other white space than they were learned with.
+
+        `found` are documents that are found in it.
+        """
+        namespace = self.engine.namespace(RecordKind.DOCUMENT, self.salt)
+        there = {_name(one.known) for one in found if one.known}
+        own = [one for one in self.engine.known.list() if not one.removed and one.namespace == namespace]
+        similar = self._with_other_white_space(prompt, [one for one in own if _name(one) not in there])
+        return self._of_white_space(prompt, similar)
+
     def on_nothing(self, prompt: Tokens) -> Advice:
         """Return advice for a prompt in which no document is found."""
         settings = self.engine.settings
@@ -93,9 +104,8 @@ class Adviser:
             longest = max(short, key=lambda run: run.tokens)
             why = f"the prompt has {longest.tokens} tokens in a row of {_name(longest.document)}, and blend_min_run "
             return Advice(f"{why}is {settings.blend_min_run}", (f"lower blend_min_run, to {MIN_RUN} or more",))
-        if self.encode and (similar := self._with_other_white_space(prompt, own, self.encode)):
-            why = f"the prompt has {_first_of(map(_name, similar))} with other white space"
-            return Advice(why, self._learn("", "with the texts that the application sends"))
+        if (advice := self._of_white_space(prompt, self._with_other_white_space(prompt, own))).why:
+            return advice
         why = f"none of {len(own)} known documents is in the prompt" if own else "this engine knows no documents"
         if known and not own:
             why += " of this model and this cache_salt"
@@ -106,10 +116,20 @@ class Adviser:
         namespace = self.engine.namespace(RecordKind.DOCUMENT, self.salt)
         return self.engine.known.find(namespace, prompt, min_run or self.engine.settings.blend_min_run)
 
-    def _with_other_white_space(
-        self, prompt: Tokens, documents: Sequence[KnownDocument], encode: Callable[[str], Tokens]
-    ) -> list[KnownDocument]:
+    def _of_white_space(self, prompt: Tokens, similar: Sequence[KnownDocument]) -> Advice:
+        if not similar:
+            return Advice()
+        why = f"the prompt has {_first_of(map(_name, similar))} with other white space"
+        lines = self._learn("", "with the texts that the application sends")
+        if "\r\n" in self.decode(list(prompt)):
+            lines = *lines, *self._learn("--crlf", "keeps line ends of files that are \\r\\n, as in this prompt")
+        return Advice(why, lines)
+
+    def _with_other_white_space(self, prompt: Tokens, documents: Sequence[KnownDocument]) -> list[KnownDocument]:
         """Return the documents whose text, or a part of it, is in a prompt with other white space."""
+        if self.encode is None:
+            return []
+        encode = self.encode
 
         def spaceless(tokens: Tokens) -> "array[int]":
             return array("I", encode("".join(self.decode(list(tokens)).split())))

@@ -7,7 +7,7 @@ from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 from urllib.request import HTTPHandler, HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 from lmc.errors import InputError
@@ -121,7 +121,7 @@ def admin_client(url: str, hint: str = "") -> "HttpClient":
 
     An error for a missing or unexpected response ends with the `hint`.
     """
-    hint = hint or "use the LMC_ADMIN address with which the engine was started"
+    hint = hint or "start the engine with LMC_ADMIN=127.0.0.1:9180, or use the address that it was started with"
     return HttpClient(url, admin_token(), TOKEN, hint=hint)
 
 
@@ -146,6 +146,20 @@ class HttpClient:
         self._headers = {"content-type": "application/json", **authorization(key, key_name or "the key")}
         path = self.url.removeprefix(UNIX) if self.url.startswith(UNIX) else ""
         self._opener, self._base = opener(path), "http://localhost" if path else self.url
+
+    def is_refused(self, seconds: float) -> bool:
+        """Return whether the server refuses connections, as one that is shutting down does. Waits `seconds` at most."""
+        parts = urlsplit(self.url)
+        if not parts.hostname:  # a unix socket
+            return False
+        try:
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            socket.create_connection((parts.hostname, port), seconds).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            pass
+        return False
 
     def model(self) -> str:
         """Return the name of a vLLM server's first model; raise `Unreachable` if the response has none."""

@@ -110,8 +110,11 @@ class Administration:
     def request(self, name: str) -> Facts:
         """Return the facts of one of the last requests, by its response id. Raises `NotFound` for an unknown id."""
         for known, facts in reversed(list(self._requests.items())):
-            if known == name or known.startswith((f"{name}-", f"{name}_")):  # The engine appends to the response id.
-                return facts
+            # The engine appends to the response id, and has the number of a sample before it (n > 1).
+            number, _, sampled = known.partition("_")
+            for one in (known, sampled if number.isdecimal() else known):
+                if one == name or one.startswith((f"{name}-", f"{name}_")):
+                    return facts
         raise NotFound(f"no request {name} among the last {len(self._requests)}")
 
     def explain(self, asked: Facts) -> Facts:
@@ -170,7 +173,9 @@ class Administration:
         encode = self._tokenizer and self._encode
         adviser = Adviser(engine=self._engine, salt=salt, encode=encode, decode=self._text)
         advice = adviser.on_escapes(prompt, documents)
-        return advice if advice.why or documents else adviser.on_nothing(prompt)
+        if not advice.why:
+            advice = adviser.on_white_space(prompt, documents) if documents else adviser.on_nothing(prompt)
+        return advice
 
     def _tokens(self, asked: Facts) -> list[int]:
         if TOKENS in asked:

@@ -12,6 +12,8 @@ from lmc.config.settings import Settings
 from lmc.errors import InputError
 from lmc.keys import LONGEST_NAME
 
+ONLY_OURS = {"blend", "learn", "strategy", "ratio"}  # options whose names no other connector uses
+
 
 class Options(BaseModel):
     """The options of one request. The description of a field completes the error message "… must be"."""
@@ -32,8 +34,17 @@ class Options(BaseModel):
     documents: tuple[Span, ...] | tuple[str, ...] | None = None  # replaces separators; the prompt is searched for texts
 
     @classmethod
+    def of(cls, parameters: Mapping[str, Any], prompt_tokens: int) -> "Options":
+        """Return the options in a request's `kv_transfer_params`. Raises `InputError` if they are invalid."""
+        if misplaced := [name for name in parameters if name in ONLY_OURS]:
+            name = misplaced[0]
+            wanted = f'{{"lmc": {{"{name}": …}}}}'
+            raise InputError(f"kv_transfer_params has {name!r} outside of 'lmc': write {wanted}")
+        return cls.read(parameters.get("lmc"), prompt_tokens)
+
+    @classmethod
     def read(cls, given: Any, prompt_tokens: int) -> "Options":
-        """Return the options from the request's parameters. Raises `InputError` if they are invalid."""
+        """Return the options of a request from the value of `lmc`. Raises `InputError` if they are invalid."""
         if given is None:
             return cls()
         if not isinstance(given, Mapping):

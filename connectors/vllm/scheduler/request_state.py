@@ -90,6 +90,7 @@ class RequestState:
     # Facts for the response
     name: str = ""  # name for the documents of a request to learn
     learned: bool = False
+    computed_documents: int = 0  # of a request to learn: documents that were not stored before
     stored: tuple[str, ...] = ()  # ids of the documents that the request has learned
     skipped: int = 0  # stored tokens that were not loaded
     exact_tokens: int = 0  # tokens that were loaded exactly
@@ -155,6 +156,7 @@ class RequestState:
         """Return facts for the response about reused and recomputed tokens; None if lmc did nothing for the request."""
         if self.role is Role.LEARN:
             facts: dict[str, object] = {"learned": self.learned, "documents": list(self.stored), "note": self.note}
+            facts["computed_documents"] = self.computed_documents if self.learned else 0
             return {name: value for name, value in facts.items() if value or name == "learned"}
         found: dict[str, object] = {
             "exact_tokens": self.exact_tokens,

@@ -46,7 +46,7 @@ class Roles:
         """Return the state of a new request with its options; `find_role` adds the role and the documents."""
         given = request.kv_transfer_params
         try:
-            options = Options.read(given.get("lmc") if isinstance(given, dict) else None, request.num_prompt_tokens)
+            options = Options.of(given if isinstance(given, dict) else {}, request.num_prompt_tokens)
             state = RequestState(request=request, role=Role.EXACT, policy=options.policy(self._setup.settings))
         except (InputError, ConfigError) as error:
             return RequestState(request=request, role=Role.EXACT, note=self._refuse_options(error))

@@ -756,6 +756,7 @@ class Scheduler:
                     state.unknown = tuple(fitting[number:])
                     break
                 state.queued += queued
+                state.computed_documents += len(queued)
             if state.unknown or any(map(self._saves.learns, state.queued)):
                 return False
             state.queued = ()

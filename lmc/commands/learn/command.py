@@ -31,6 +31,14 @@ IdField = Annotated[
     str, typer.Option("--id", help="field of a JSON object with the document's id, such as metadata.source")
 ]
 TextField = Annotated[str, typer.Option("--text", help="field of a JSON object with the text")]
+Crlf = Annotated[
+    bool,
+    typer.Option(
+        "--crlf",
+        help="keep line ends of text files that are \\r\\n, for applications that send them so; by default they become "
+        "\\n, as in programs in Python",
+    ),
+]
 Split = Annotated[bool, typer.Option("--split", help="cut texts that are too long for the model into parts")]
 
 
@@ -51,6 +59,7 @@ def learn(
     patterns: Patterns = None,
     id_field: IdField = "id",
     text_field: TextField = "text",
+    crlf: Crlf = False,
     split: Split = False,
     escaped: Annotated[
         bool | None,
@@ -89,8 +98,9 @@ def learn(
     """Compute documents ahead, so that the first prompt with them is fast. Exit code 1: not all could be learned.
 
     Learn the texts that your retriever returns, because they are found in prompts token by token. Files are read as
-    they are (.txt .md .markdown .rst .html .csv, UTF-8): the tags of HTML are part of the text. A file or a line that
-    cannot be read is named and skipped. Hidden files and folders, node_modules and linked folders are not read.
+    they are (.txt .md .markdown .rst .html .csv, UTF-8), except for line ends: the tags of HTML are part of the text. A
+    file or a line that cannot be read is named and skipped. Hidden files and folders, node_modules and linked folders
+    are not read.
 
     An interrupted run continues where it stopped. A server must use the same special string between documents
     (blend_special_str of the settings).
@@ -102,19 +112,19 @@ def learn(
     from lmc.documents.sources import read_documents
     from lmc.http.client import Unreachable
 
-    corpus = read_documents(source, id_field, text_field, patterns or ())
+    corpus = read_documents(source, id_field, text_field, patterns or (), keeps_crlf=crlf)
     retention = Retention(pinned=pin, ttl=seconds_of(ttl) if ttl is not None else None)
     settings = _settings(local_disk)
     _check_target(url, model, settings, chat)
     with ExitStack() as opened:
-        path = manifest or _manifest_path(url, model, settings, salt)
-        manifest_file = opened.enter_context(Manifest(path, again=again and not dry_run))
         notes = [*corpus.notes]
         learner: Learner | None = None  # A dry run loads no model.
+        served = ""
         try:
             if url:
                 special = settings.blend_special_str
                 learner = ServerLearner(url, special, salt, admin, chat=chat, retains=bool(retention))
+                served = learner.served
             elif not dry_run:
                 learner = opened.enter_context(closing(_model_learner(str(model), settings, salt)))
             if escaped is None and learner is not None and escapes_tool_results(learner.prompt_of):
@@ -128,7 +138,8 @@ def learn(
             if not dry_run:
                 raise
             notes.append(f"could not check whether the documents fit: {error}")
-        run = LearnRun(corpus, manifest_file, retention, again)
+        path = manifest or _manifest_path(url, model, served, settings, salt)
+        run = LearnRun(corpus, opened.enter_context(Manifest(path)), retention, again)
         notes += run.notes(learner, settings.document_share, settings.chunk_size, dry_run)
         for note in notes:
             console(error=as_json).print(Text(note))
@@ -146,11 +157,11 @@ def _settings(local_disk: Path | None) -> "Settings":
     return Settings.load({"enable_blending": True, **overrides})
 
 
-def _manifest_path(url: str | None, model: str | None, settings: "Settings", salt: str) -> Path:
+def _manifest_path(url: str | None, model: str | None, served: str, settings: "Settings", salt: str) -> Path:
     from lmc.commands.learn.manifest import manifest_path
     from lmc.http.client import vllm_client
 
-    target = (vllm_client(url).url,) if url else (str(model), str(settings.server or settings.local_disk))
+    target = (vllm_client(url).url, served) if url else (str(model), str(settings.server or settings.local_disk))
     return manifest_path(*target, salt, settings.blend_special_str)
 
 

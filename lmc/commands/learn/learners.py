@@ -18,6 +18,7 @@ from lmc.metrics import parted
 from lmc.storage.places import fastest_first
 
 DOCUMENT_SECONDS = 600.0  # seconds for a document, including the wait for other documents
+CONNECT_SECONDS = 5.0  # seconds in which a server that listens accepts a connection, however busy it is
 RESERVED_TOKENS = 64  # positions for separators, a chat template, and the token that a server generates
 
 
@@ -27,6 +28,7 @@ class Stored:
 
     ids: tuple[str, ...] = ()
     failed: str = ""  # why it is not stored
+    computed: int = 0  # number of its documents that were not stored before
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,9 @@ class ServerLearner:
         """
         self._client, self._evictions = vllm_client(url, DOCUMENT_SECONDS), 0.0
         self._separator, self._salt, self._chat = separator, salt, chat
-        self.model = self._client.model()
+        facts = self._client.model_facts()
+        self.model = str(facts.get("id", ""))
+        self.served = f"{self.model} {facts.get('root', '')}"  # Different models may have the same name.
         self._admin = admin_client(
             admin,
             "--pin and --ttl need the engine's administration endpoint: start the server with "
@@ -93,7 +97,11 @@ class ServerLearner:
             )
         if not facts.get("learned"):
             return Stored(failed=str(facts.get("note") or "the server gave no reason"))
-        return Stored(ids=tuple(facts.get("documents", ())))
+        return Stored(ids=tuple(facts.get("documents", ())), computed=int(facts.get("computed_documents", 0)))
+
+    def has_stopped(self) -> bool:
+        """Return whether the server accepts no connections any more, though it may wait for those that are open."""
+        return self._client.is_refused(CONNECT_SECONDS)
 
     def stored(self) -> set[str]:
         """Return the ids of all stored documents. Raises `Unreachable` or `Refused` if they cannot be queried."""
@@ -192,6 +200,10 @@ class ModelLearner:
             raise Unreachable(f"cannot store documents: {' and '.join(usable)} cannot be written")
         reason = "" if stored else "it contains special tokens of the model, as a conversation does: remove them"
         return Stored(tuple(known.id for known in stored), reason)
+
+    def has_stopped(self) -> bool:
+        """See `ServerLearner`."""
+        return False
 
     def stored(self) -> set[str]:
         """See `ServerLearner`."""

@@ -26,8 +26,8 @@ def manifest_path(*target: str) -> Path:
 class Manifest:
     """The documents that have been learned into one target. Use it in a `with` statement."""
 
-    def __init__(self, path: Path, *, again: bool = False) -> None:
-        """Read the documents of earlier runs, or ignore them if all documents are learned `again`.
+    def __init__(self, path: Path) -> None:
+        """Read the documents of earlier runs.
 
         Raises `InputError` if the file cannot be written, or has lines that are not those of a manifest.
         """
@@ -35,10 +35,9 @@ class Manifest:
         with self._writing():
             path.parent.mkdir(parents=True, exist_ok=True)
             text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-            learned = dict(filter(None, map(self._entry, text.split("\n"))))
-            self._learned = {} if again else learned
+            self._learned = dict(filter(None, map(self._entry, text.split("\n"))))
             self._file: TextIO = path.open("a", encoding="utf-8")
-            self._outdated = again  # The first new line replaces the earlier lines.
+            self._outdated = False  # The file has lines about documents that are to be learned again.
             if text and not text.endswith("\n"):
                 self._file.write("\n")
 
@@ -57,16 +56,26 @@ class Manifest:
         """Return the document ids of a learned text; empty if an earlier version of lmc did not record them."""
         return self._learned[document.id][1]
 
+    def forget(self, documents: Sequence[Document]) -> None:
+        """Forget documents that are to be learned again. Their lines leave the file when the first one is learned."""
+        for document in documents:
+            self._outdated |= self._learned.pop(document.id, None) is not None
+
     def add(self, document: Document, ids: Sequence[str]) -> None:
         """Record a text as stored, as the documents with these ids. Raises `InputError` if this fails."""
         self._learned[document.id] = document.digest, list(ids)
-        line = json.dumps({"id": document.id, "digest": document.digest, "documents": list(ids)})
         with self._writing():
             if self._outdated:
                 self._file.truncate(0)
                 self._outdated = False
-            self._file.write(f"{line}\n")
+                self._file.writelines(map(self._line, self._learned))
+            else:
+                self._file.write(self._line(document.id))
             self._file.flush()
+
+    def _line(self, name: str) -> str:
+        digest, ids = self._learned[name]
+        return json.dumps({"id": name, "digest": digest, "documents": ids}) + "\n"
 
     def _entry(self, line: str) -> tuple[str, tuple[str, list[str]]] | None:
         """Return the id of a line, with the digest and the document ids; None for the part that a killed run has left.

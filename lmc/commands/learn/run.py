@@ -2,8 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -19,6 +19,9 @@ from lmc.terminal import all_of, console, counted
 
 INTERRUPTED = 130  # exit code of a command that Ctrl-C has ended
 SAMPLED_DOCUMENTS = 16  # approximate number of documents whose tokens are counted before the run
+PROBED_DOCUMENTS = 3  # that are sent again to see whether the server still has those of earlier runs
+SILENT_SECONDS = 5.0  # without a learned document, after which it is checked whether the server still listens
+GONE = 2  # exit code if the server shuts down
 
 
 @dataclass
@@ -45,7 +48,9 @@ class LearnRun:
 
     def __post_init__(self) -> None:
         self.documents = self.corpus.documents
-        learned = [not self.again and self.manifest.has(document) for document in self.documents]
+        if self.again:
+            self.manifest.forget(self.documents)
+        learned = [self.manifest.has(document) for document in self.documents]
         self.new = [document for document, is_learned in zip(self.documents, learned, strict=True) if not is_learned]
         self._old = [document for document, is_learned in zip(self.documents, learned, strict=True) if is_learned]
 
@@ -88,15 +93,25 @@ class LearnRun:
             unknown = "LMC_ADMIN does not respond (--admin)"
         except Refused as error:
             unknown = f"LMC_ADMIN answered: {error}"
-        if stored is None and (held_tokens := learner.held()) and not any(held_tokens.values()):
-            stored = set()  # It restarted without a disk, or reports 0 until its first request.
+        if stored is None and self._is_lost(learner):
+            stored = set()
         for document in self._old:
             ids = self.manifest.ids(document)
             if stored is not None and not (ids and stored.issuperset(ids)):
                 self.new.append(document)
             elif self.retention:
                 learner.retain(document, ids, self.retention)
-        return f"could not check whether the server still has them, because {unknown}" if stored is None else ""
+        return f"could not check whether the server still has them all, because {unknown}" if stored is None else ""
+
+    def _is_lost(self, learner: Learner) -> bool:
+        """Return whether a server without administration has probably lost the documents of earlier runs.
+
+        It may have restarted without a disk. Some documents are sent again, which takes a moment if it has them.
+        """
+        if (held_tokens := learner.held()) and not any(held_tokens.values()):
+            return True  # Or it reports 0 until its first request.
+        every = max(1, -(-len(self._old) // PROBED_DOCUMENTS))
+        return any(learner.learn(document).computed for document in self._old[::every])
 
     def too_many(self, learner: Learner, share: float, chunk_size: int) -> str:
         """Return a warning if the new documents will not all fit, otherwise an empty string.
@@ -133,7 +148,7 @@ class LearnRun:
                 pool.submit(learner.learn, document): document for document in self.new
             }
             try:
-                for future in as_completed(futures):
+                for future in _completed(futures, learner):
                     self._note(learner, futures[future], future.result(), result)
                     bar.advance(task)
             except BaseException as error:
@@ -142,7 +157,11 @@ class LearnRun:
                 hint = "" if wrong else f"; run the same command {repeat} to continue"
                 under_way = sum(future.running() for future in futures)
                 waits = f"; waiting for {counted(under_way, 'document')} in flight, until Ctrl-C" if under_way else ""
-                screen.print(Text(f"{result.learned} of {all_of(len(self.new), 'document')} learned{hint}{waits}"))
+                so_far = f"{result.learned} of {all_of(len(self.new), 'document')} learned{hint}"
+                if isinstance(error, _ServerStopped):
+                    screen.print(Text(f"{so_far}\nlmc: {error}"))
+                    os._exit(GONE)  # The server may wait for our connections, and would wait for ten minutes.
+                screen.print(Text(f"{so_far}{waits}"))
                 try:
                     pool.shutdown(cancel_futures=True)  # This waits for documents in flight.
                 except KeyboardInterrupt:
@@ -159,6 +178,20 @@ class LearnRun:
         self.manifest.add(document, stored.ids)
         if self.retention:
             learner.retain(document, stored.ids, self.retention)
+
+
+class _ServerStopped(Unreachable):
+    """The server shuts down, and responds to no request."""
+
+
+def _completed(futures: Iterable[Future[Stored]], learner: Learner) -> Iterator[Future[Stored]]:
+    """Yield futures as they complete. Raises `_ServerStopped` if the server accepts no connections meanwhile."""
+    waiting = set(futures)
+    while waiting:
+        done, waiting = wait(waiting, SILENT_SECONDS, FIRST_COMPLETED)
+        if not done and learner.has_stopped():
+            raise _ServerStopped("the server is shutting down, and answers no more")
+        yield from done
 
 
 def _too_long(learner: Learner, text: str) -> str:

@@ -61,7 +61,10 @@ def size(
     split: Split = False,
     dtype: Annotated[
         str | None,
-        typer.Option(help="dtype of the KV: bfloat16, float16, float32 or float8_e4m3fn; default: the model's dtype"),
+        typer.Option(
+            help="dtype of the KV: bfloat16, float16, float32 or float8_e4m3fn; default: the model's dtype, and "
+            "bfloat16 for float32, as vLLM serves such models"
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -87,6 +90,8 @@ def size(
     from lmc.storage.chunk_layout import ChunkLayout
 
     settings, facts = Settings.load(), model_facts(model, dtype)
+    narrowed = dtype is None and facts.shape.dtype.itemsize == 4  # float32
+    facts = model_facts(model, "bfloat16") if narrowed else facts
     shape, chunk_size = facts.shape, settings.chunk_size
     lengths = _lengths(corpus, tokenizer_of(model), facts.positions, split) if corpus.documents else []
     chunks = [len(chunk_bounds(length, chunk_size)) for length in lengths]
@@ -112,7 +117,8 @@ def size(
         print_json(asdict(sizes) | fit)
         return
     layers = f"{shape.layers} layers {facts.kept}, {str(shape.dtype).removeprefix('torch.')}"
-    console().print(Text(f"{model}: {sizes.token} bytes a token ({layers})"))
+    why = "; the model has float32: use --dtype float32 if vLLM gets this option, too" if narrowed else ""
+    console().print(Text(f"{model}: {sizes.token} bytes a token ({layers}{why})"))
     blended = f"documents can be blended by vLLM with lmc ({facts.architecture})"
     if facts.architecture not in TESTED:
         blended += ", if the model passes the self-test at start: this architecture has not been tested"
