@@ -69,7 +69,7 @@ def test_an_answer_that_comes_is_not_given_up_because_health_checks_are_late(mon
 def test_a_request_that_waits_longer_than_checks_fail_is_given_up():
     async def run(before: bool) -> str:
         engine = Engine(address(URL), Candidate(URL), frozenset())
-        visit = Visit(engine, None, 1.0, 0.0, alone=True, trial=False, take_back=None)  # type: ignore[arg-type]
+        visit = Visit(engine, None, engine.sent(1.0, streamed=True), trial=False, take_back=None)  # type: ignore[arg-type]
 
         async def wait():
             async with visit.while_up():

@@ -311,11 +311,11 @@ def test_an_engine_is_not_taken_to_have_what_it_has_refused():
 @pytest.mark.parametrize(("answered", "silent", "taken"), [(False, False, 1), (True, False, 0), (False, True, 0)])
 def test_what_was_noted_is_taken_back_however_long_the_failure_took(answered, silent, taken):
     """An engine that said 503 after the time that its prompt should have taken was taken to have the prompt."""
-    engine = Engine(address("http://a"), Candidate("http://a", load=1), frozenset())
+    engine = Engine(address("http://a"), Candidate("http://a"), frozenset())
     back = []
-    choice = RoutingChoice(engine.url, "least loaded")
-    visit = Visit(engine, choice, 1.0, 0.0, alone=True, trial=False, take_back=lambda: back.append(0))
-    visit.begun()
+    choice, prefill = RoutingChoice(engine.url, "least loaded"), engine.sent(1.0, streamed=False)
+    visit = Visit(engine, choice, prefill, trial=False, take_back=lambda: back.append(0))
+    engine.begun(prefill)
     visit.answered = answered
     visit.failed(1.0, EngineFailed(engine, aiohttp.SocketTimeoutError() if silent else "503"))
     assert len(back) == taken

@@ -363,6 +363,7 @@ def _without_slash(scope: Any) -> Any:
 
 
 def _described(engine: Engine) -> dict[str, Any]:
+    engine.update_backlog()
     return {
         "url": engine.url,
         "models": sorted(engine.models),
@@ -374,7 +375,7 @@ def _described(engine: Engine) -> dict[str, Any]:
         "breaker": engine.breaker.state(time.monotonic()),
         "requests": engine.candidate.load,
         "backlog_tokens": round(engine.candidate.backlog),
-        "tokens_a_second": round(engine.rate) or None,
+        "tokens_a_second": round(engine.prefills.rate) or None,
         "sent": engine.requests,
     }
 

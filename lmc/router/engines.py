@@ -13,15 +13,15 @@ from urllib.parse import urlsplit
 from lmc.errors import InputError
 from lmc.http.client import with_scheme
 from lmc.router.policy import Candidate
+from lmc.router.prefills import Prefill, PrefillQueue
 
 BREAKER_FAILURES = 3  # failed requests in a row that open the circuit breaker
 FAILED_CHECKS = 3  # failed health checks in a row that abort an engine's requests
 FIRST_BREAKER_SECONDS, MAX_BREAKER_SECONDS = 1.0, 30.0  # seconds that a breaker is open; each failed trial doubles them
 DEFAULT_RATE = 10_000.0  # tokens per second, until any engine has been measured
-MEASURED_TOKENS = 256  # smaller prompts are not measured, because every request has a fixed overhead
 EQUAL_RATE_FACTOR = 1.5  # rates within this factor count as equal, because measured rates vary as much
+MAX_RATE_FACTOR = 8.0  # rates beyond this factor count as at it, so an engine is neither banished nor gets everything
 KV_EVENTS = re.compile(r"tcp://\S+:\d{1,5}|(ipc|inproc)://\S+")
-RATE_WEIGHT = 0.1  # weight of the last request in a measured rate
 
 
 class EngineAddress(NamedTuple):
@@ -153,7 +153,8 @@ class Engine:
     failing_since: float = 0.0  # time of the first of them
     # Timeouts of the requests that wait for it, with the times since when they wait.
     awaited: dict[asyncio.Timeout, float] = field(default_factory=dict)
-    rate: float = 0.0  # measured tokens per second; 0 if not measured
+    prefills: PrefillQueue = field(default_factory=PrefillQueue)
+    drain_rate: float = 0.0  # tokens per second that leave its backlog; 0 until any engine has been measured
     requests: int = 0  # sent so far
 
     @property
@@ -186,11 +187,39 @@ class Engine:
                 if ended or since < self.failing_since:
                     limit.reschedule(0.0)
 
-    def measured(self, tokens: float, seconds: float) -> None:
-        """Update the measured rate with a request that was alone at the engine."""
-        if tokens >= MEASURED_TOKENS and seconds > 0:
-            rate = tokens / seconds
-            self.rate += (rate - self.rate) * (RATE_WEIGHT if self.rate else 1.0)
+    def sent(self, tokens: float, *, streamed: bool) -> Prefill:
+        """Count a request whose prompt has `tokens` to compute, and return the prompt."""
+        self.requests += 1
+        self.candidate.load += 1
+        prefill = self.prefills.add(tokens, streamed=streamed)
+        self.update_backlog()
+        return prefill
+
+    def begun(self, prefill: Prefill) -> None:
+        """Record the first token of a request."""
+        self.prefills.begin(prefill)
+        self.update_backlog()
+
+    def ended(self, prefill: Prefill) -> None:
+        """Record the end of a request, with any result."""
+        self.candidate.load -= 1
+        self.prefills.end(prefill)
+        self.update_backlog()
+
+    def update_backlog(self) -> None:
+        """Remove from the backlog what the engine has computed since."""
+        self.candidate.backlog = self.prefills.backlog(self.drain_rate)
+
+    def set_rate(self, usual: float) -> None:
+        """Set the rate by which its expected times are estimated. `usual` is the median of all engines; 0 if unknown.
+
+        Equal engines measure rates that differ, and a single engine may have measured something else.
+        """
+        rate = self.prefills.rate or usual
+        if usual / EQUAL_RATE_FACTOR < rate < usual * EQUAL_RATE_FACTOR:
+            rate = usual
+        self.drain_rate = min(max(rate, usual / MAX_RATE_FACTOR), usual * MAX_RATE_FACTOR)
+        self.candidate.rate = self.drain_rate or DEFAULT_RATE
 
 
 class Engines:
@@ -218,7 +247,9 @@ class Engines:
         """Add an engine, or replace the address of an engine with this URL and end its draining."""
         new, engine = self.ports.completed(new), self._engines.get(new.url)
         if engine is None:
-            engine = self._engines[new.url] = Engine(new, Candidate(new.url, cache=new.cache), new.models)
+            engine = self._engines[new.url] = Engine(
+                new, Candidate(new.url, cache=new.cache), new.models, prefills=PrefillQueue(self._clock)
+            )
         elif engine.address != new:
             engine.address, engine.models, engine.candidate.cache = new, new.models, new.cache or new.url
         engine.draining = False
@@ -260,30 +291,19 @@ class Engines:
         If none of them passed its last health check, all of them are returned, because faulty checks are more likely.
         Likewise, engines that the last lookup missed are returned only if there are no others.
         """
-        now = self._clock()
-        usual = median([engine.rate for engine in self._engines.values() if engine.rate] or [DEFAULT_RATE])
+        now, of_model = self._clock(), [engine for engine in self._engines.values() if engine.serves(model)]
+        usual = median([rate for engine in of_model if (rate := engine.prefills.rate)] or [0.0])
         engines = [
             engine
-            for engine in self._engines.values()
-            if engine.serves(model)
-            and (draining or not engine.draining)
-            and engine.url not in without
-            and engine.breaker.state(now) != "open"
+            for engine in of_model
+            if (draining or not engine.draining) and engine.url not in without and engine.breaker.state(now) != "open"
         ]
         for engine in engines:
-            is_usual = not engine.rate or usual / EQUAL_RATE_FACTOR < engine.rate < usual * EQUAL_RATE_FACTOR
-            engine.candidate.rate = usual if is_usual else engine.rate
+            engine.set_rate(usual)
+            engine.update_backlog()
         up = [engine for engine in engines if engine.healthy] or engines
         up = [engine for engine in up if model in engine.models] or up  # engines with unknown models come last
         return [engine.candidate for engine in [engine for engine in up if not engine.missing] or up]
-
-    def sent(self, url: str, cost: float) -> Engine:
-        """Count a request with an expected cost in tokens at an engine."""
-        engine = self._engines[url]
-        engine.requests += 1
-        engine.candidate.load += 1
-        engine.candidate.backlog += cost
-        return engine
 
 
 def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,6 +76,7 @@ class Usage(NamedTuple):
     cached_tokens: int | None = None  # prompt tokens that were not computed; needs --enable-prompt-tokens-details
     document_tokens: int | None = None  # cached tokens of documents; only in answers that are not streamed
     places: Mapping[str, int] = {}  # tokens by the tier they were loaded from; only in answers that are not streamed
+    generated_tokens: int | None = None  # tokens of the answer
 
 
 TakeBack = Callable[[], None]  # reverts what a policy noted about one request

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -28,10 +29,19 @@ from lmc.router.engines import Engines
 from lmc.router.local_tokenizers import LocalTokenizers
 from lmc.router.policies.base import Policy
 from lmc.router.policy import Candidate, PromptRequest
-from lmc.router.requests import COMPUTING, RESPONSES, Received, ResponseHomes, about_a_response, read, response_of
+from lmc.router.requests import (
+    COMPUTING,
+    PREFILLING,
+    RESPONSES,
+    Received,
+    ResponseHomes,
+    about_a_response,
+    read,
+    response_of,
+)
 from lmc.router.router_metrics import RouterMetrics
 from lmc.router.settings import RouterSettings
-from lmc.router.visit import EngineFailed, Opened, Visit, usage
+from lmc.router.visit import EngineFailed, FirstToken, Opened, Visit, usage
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +138,7 @@ class Proxy:
         body = await client.body(self._settings.max_body, self._room)
         response = response_of(client.path)
         received = about_a_response(response) if response else await self.understood(body, client.headers)
+        received = received._replace(prefills=client.path in PREFILLING)
         work = asyncio.create_task(self._work(received, body, client, arrived))
         leaving = asyncio.create_task(client.leaves())
         try:
@@ -277,13 +288,12 @@ class Proxy:
         take_back = self._policy.sent(request, choice.engine)
         self._metrics.observe(numbers.DECISION, self._clock() - began)
         cost = choice.cost or max(received.tokens - choice.expected_tokens, 1.0)
-        engine = self._engines.sent(choice.engine, cost)
-        alone, trial = engine.candidate.load == 1, engine.breaker.sent()
-        visit = Visit(engine, choice, cost, began, alone=alone, trial=trial, take_back=take_back)
+        cost = cost if received.prefills else 0.0
+        engine = self._engines[choice.engine]
+        prefill, trial = engine.sent(cost, streamed=received.stream), engine.breaker.sent()
+        visit = Visit(engine, choice, prefill, trial=trial, take_back=take_back)
         self._metrics.count(numbers.SENT_REQUESTS, engine.url, choice.why)
         self._metrics.count(numbers.EXPECTED, engine.url, n=choice.expected_tokens)
-        if not received.stream:  # Its first byte arrives with the last one.
-            asyncio.get_running_loop().call_later(cost / engine.candidate.rate, visit.begun)
         try:
             yield visit
         finally:
@@ -337,9 +347,8 @@ class Proxy:
         else:
             self._note_failure(visit, EngineFailed(visit.engine, f"{answer.status} {answer.reason}"))
         self._metrics.observe(numbers.FIRST_BYTE, now - arrived)
-        if visit.alone and answer.content_type == STREAM_TYPE:
-            visit.engine.measured(visit.cost, now - visit.began)
-        visit.begun()
+        computes = received.prefills and answer.status == HTTPStatus.OK
+        first_token = FirstToken() if answer.content_type == STREAM_TYPE else None
         url, expected = visit.engine.url, visit.choice.expected_tokens
         name = self._settings.name_of(url)
         await client.begin(answer.status, sent_back(answer.raw_headers, client.request_id, name, expected))
@@ -348,6 +357,8 @@ class Proxy:
             self._homes.note(part, url)
         try:
             while part:
+                if computes and not visit.prefill.begun and (first_token is None or first_token.is_in(part)):
+                    visit.engine.begun(visit.prefill)
                 await client.write(part)
                 tail = (tail + part)[-TAIL_BYTES:]
                 async with visit.while_up():
@@ -364,7 +375,7 @@ class Proxy:
         log.warning("lmc router: an engine failed: %s", error)
 
     def _note_usage(self, request: PromptRequest, visit: Visit, tail: bytes) -> None:
-        report = usage(tail)
+        visit.report = report = usage(tail)
         if report.prompt_tokens is not None:
             self._metrics.count(numbers.COUNTED_PROMPT_TOKENS, visit.engine.url, n=report.prompt_tokens)
         if report.cached_tokens is not None:

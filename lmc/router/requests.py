@@ -31,6 +31,11 @@ COMPUTING = frozenset({
     "/v2/embed", "/cohere/v2/chat", "/cohere/v2/chat/render", "/generative_scoring", "/inference/v1/generate",
     "/invocations",
 })  # fmt: skip
+# Of these, the paths on which it computes no prompt.
+NOT_PREFILLING = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"}) | {
+    path for path in COMPUTING if path.endswith(("/render", "/derender"))
+}
+PREFILLING = COMPUTING - NOT_PREFILLING
 RESPONSES = "/v1/responses"
 RESPONSE_PATH = re.compile(rf"{RESPONSES}/([\w.-]{{1,128}})(/cancel|/input_items)?", re.ASCII)
 RESPONSE_ID = re.compile(rb'"id":\s*"(resp_[\w.-]{1,123})"')
@@ -81,6 +86,7 @@ class Received(NamedTuple):
     tokens: float  # estimated tokens of the prompt
     tokenize: Body | None  # the body for /tokenize that returns the prompt's tokens; None if there is none
     response: str = ""  # the id of a stored response, which only one engine has
+    prefills: bool = True  # whether an engine computes the prompt
 
 
 def json_object(body: bytes) -> dict[str, Any]:

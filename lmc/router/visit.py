@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import aiohttp
@@ -15,14 +15,19 @@ from yarl import URL
 
 from lmc.router.engines import Engine, has_ended
 from lmc.router.policy import RoutingChoice, Usage
+from lmc.router.prefills import Prefill
 
 RETRIED_STATUSES = (502, 503, 504)  # statuses of an engine that is down; the request goes to another one
 # In generated text, quotation marks have a backslash before them.
 PROMPT_TOKENS_FIELD = re.compile(rb'(?<!\\)"prompt_tokens":\s*(\d{1,9})')
+GENERATED_TOKENS_FIELD = re.compile(rb'(?<!\\)"(?:completion|output)_tokens":\s*(\d{1,9})')
 CACHED_TOKENS_FIELD = re.compile(rb'(?<!\\)"cached_tokens":\s*(\d{1,9})')
 DOCUMENT_TOKENS_FIELD = re.compile(rb'(?<!\\)"reused_tokens":\s*(\d{1,9})')
 UNKNOWN_DOCUMENTS_FIELD = re.compile(rb'(?<!\\)"unknown_documents":\s*\d')  # the only field if no token was reused
 TOKENS_FROM_FIELD = re.compile(rb'(?<!\\)"tokens_from":\s*(\{[^{}]{0,500}\})')
+
+EARLY_EVENTS = frozenset({b"response.created", b"response.in_progress", b"response.queued", b"ping"})
+MAX_EVENT_LINE_BYTES = 64  # of a line that are read, to see which event begins
 
 
 class EngineFailed(Exception):
@@ -49,13 +54,11 @@ class Visit:
 
     engine: Engine
     choice: RoutingChoice
-    cost: float  # tokens that the engine is expected to compute
-    began: float
-    alone: bool  # whether the engine had no other request
+    prefill: Prefill
     trial: bool  # whether it tests if the engine has recovered
     take_back: Callable[[], None] | None  # reverts what the policy noted
     answered: bool = False  # whether its answer has begun
-    waiting: bool = True  # whether the cost is in the engine's backlog
+    report: Usage = field(default_factory=Usage)  # of the engine, at the end of its answer
 
     async def open(
         self,
@@ -97,12 +100,6 @@ class Visit:
             cause = "it failed its health checks" if limit.expired() else error
             raise EngineFailed(self.engine, cause) from None
 
-    def begun(self) -> None:
-        """Remove the cost from the backlog, because the answer has begun or the request has ended."""
-        if self.waiting:
-            self.waiting = False
-            self.engine.candidate.backlog = max(0.0, self.engine.candidate.backlog - self.cost)
-
     def failed(self, now: float, error: EngineFailed) -> None:
         """Record a failure of the engine, and revert the policy's note if nothing was computed."""
         self.engine.breaker.failed(now, trial=self.trial)
@@ -112,20 +109,53 @@ class Visit:
 
     def ended(self) -> None:
         """Release what the request holds at the engine."""
-        self.begun()
         self.engine.breaker.ended(trial=self.trial)
-        self.engine.candidate.load -= 1
+        self.engine.ended(self.prefill)
+        self.engine.prefills.measure(self.prefill, self._computed(), self.report.generated_tokens)
+
+    def _computed(self) -> float | None:
+        """Return how many tokens of the prompt the engine has computed, as it reports them; None if it does not."""
+        prompt, cached, documents, *_ = self.report
+        if prompt is None or cached is None:
+            return None
+        if documents is None:
+            documents = max(cached - round(self.choice.beginning_tokens), 0)
+        return prompt - cached + documents * self.engine.candidate.ratio
+
+
+class FirstToken:
+    """Finds the first token in a stream of server-sent events.
+
+    vLLM sends some events before it computes anything, and comments while it computes (`--sse-keep-alive-interval`).
+    """
+
+    def __init__(self) -> None:
+        self._line = b""  # the beginning of a line whose end has not arrived
+        self._is_early = False  # whether the current event comes before the first token
+
+    def is_in(self, part: bytes) -> bool:
+        """Return whether the first token is in the next part of the stream, or in an earlier one."""
+        *lines, last = (self._line + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"event:"):
+                self._is_early = line[len(b"event:") :].strip() in EARLY_EVENTS
+            elif line.startswith(b"data:") and not self._is_early:
+                return True
+            elif not line.strip():
+                self._is_early = False
+        self._line = last[:MAX_EVENT_LINE_BYTES]
+        return last.startswith(b"data:") and not self._is_early
 
 
 def usage(tail: bytes) -> Usage:
-    """Read from the end of an answer how many tokens its prompt had and how many were reused."""
+    """Read from the end of an answer the tokens of its prompt, those that were reused, and those of the answer."""
     prompt, cached, documents = (
         _number(pattern.search(tail)) for pattern in (PROMPT_TOKENS_FIELD, CACHED_TOKENS_FIELD, DOCUMENT_TOKENS_FIELD)
     )
     if documents is None and UNKNOWN_DOCUMENTS_FIELD.search(tail):
         documents = 0
-    places = TOKENS_FROM_FIELD.search(tail)
-    return Usage(prompt, cached, documents, _places(places[1]) if places else {})
+    places, generated = TOKENS_FROM_FIELD.search(tail), _number(GENERATED_TOKENS_FIELD.search(tail))
+    return Usage(prompt, cached, documents, _places(places[1]) if places else {}, generated)
 
 
 def _number(match: re.Match[bytes] | None) -> int | None:
