@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import timeit
 import tomllib
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from router_house import house
 
 from lmc.router.engines import address
+from lmc.router.forms import MAX_FIELD_BYTES, MAX_PART_HEADER_BYTES, read_form
 from lmc.router.requests import MAX_RESPONSES, ResponseHomes, read, response_of
 from lmc.router.settings import RouterSettings
 
@@ -199,6 +201,66 @@ def test_a_form_has_a_model_and_may_be_streamed():
     found = read(body, headers, "x-session-id", " # # ")
     assert (found.request.model, found.stream) == ("whisper", True)
     assert read(b"", headers, "x-session-id", " # # ").request.model == ""
+
+
+@pytest.mark.parametrize("before", [b"", b"a preamble\r\n"])
+@pytest.mark.parametrize("boundary", ["edge", '"edge"', '"edge"; charset=utf-8', "EDGE"])
+def test_a_form_is_read_by_its_boundary(before, boundary):
+    """The model was found anywhere in the body, also in a file."""
+    body = form("whisper", b'sound\r\ncontent-disposition: form-data; name="model"\r\n\r\nother\r\n')[0]
+    headers = {"content-type": f"multipart/form-data; boundary={boundary}"}
+    found = read(before + body, headers, "x-session-id", " # # ")
+    is_known = boundary != "EDGE"
+    assert (found.request.model, found.stream) == (("whisper", True) if is_known else ("", False))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"Content-Disposition: form-data; name=model",
+        b'content-type: text/plain\r\ncontent-disposition:form-data;name="model"',
+        b'content-disposition: form-data; filename="x;y"; NAME="model"',
+    ],
+)  # fmt: skip
+def test_headers_of_a_form_have_several_forms(header):
+    body = b"--x\r\n" + header + b"\r\n\r\nwhisper\r\n--x--\r\n"
+    assert read_form(body, "multipart/form-data; boundary=x", ["model"]).fields == {"model": "whisper"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"--x", b"--x--", b"--x\r\n", b"--x\r\n\r\n", b"--x\r\nname=model\r\n\r\nm", b"no parts",
+        b"--x\r\na: b\r\n\r\nm\r\n--x--", b'--x\r\ncontent-disposition: form-data; name="file"\r\n\r\nm\r\n--x--',
+        b'--x\r\ncontent-disposition: x; name="model"\r\n\r\n' + b"m" * (MAX_FIELD_BYTES + 1) + b"\r\n--x--",
+        b"--x\r\na: " + b"b" * MAX_PART_HEADER_BYTES + b'\r\ncontent-disposition: x; name="model"\r\n\r\nm\r\n--x--',
+    ],
+)  # fmt: skip
+def test_a_form_without_a_model_has_none(body):
+    assert read_form(body, "multipart/form-data; boundary=x", ["model"]).fields == {}
+    assert read_form(body, "multipart/form-data", ["model"]).fields == {}
+
+
+def test_equal_files_have_equal_digests_whatever_the_boundary_is():
+    body, headers = form("whisper")
+    other = body.replace(b"edge", b"another"), {"content-type": "multipart/form-data; boundary=another"}
+    first, second = (read(*given, "x-session-id", " # # ").request.text for given in ((body, headers), other))
+    assert first == second
+    assert read(form("whisper", b"other sound")[0], headers, "x-session-id", " # # ").request.text != first
+
+
+@pytest.mark.parametrize("line", [b"name=model\r\n", b"--x\r\n", b"\r\n--x", b';name="', b"\r\n", b"; "])
+@pytest.mark.parametrize("begin", [b"--x\r\n", b"--x\r\ncontent-disposition: form-data"])
+def test_the_time_to_read_a_form_is_linear_in_its_size(begin, line):
+    """256 KiB of such lines held up all requests for half a minute."""
+
+    def seconds(count: int) -> float:
+        return min(timeit.repeat(lambda: read_form(body(count), "boundary=x", ["model"]), number=1, repeat=3))
+
+    def body(count: int) -> bytes:
+        return begin + line * count
+
+    assert seconds(20_000) < 20 * seconds(1000) + 0.5, "four hundred times as long if it is quadratic"
 
 
 # -- installation -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import timeit
 from array import array
 
 import pytest
@@ -189,6 +190,20 @@ def test_white_space_does_not_count_and_scripts_without_blanks_are_compared_by_c
     prose = text("one")
     assert [one.whole for one in searched([prose], prose.replace(" ", "\r\n\t"))] == [True]
     assert searched([prose], prose.replace(" ", "_")) == []
+
+
+@pytest.mark.parametrize("blank", [" ", "\n", "\u3000"])
+def test_the_time_to_search_a_prompt_is_linear_in_its_white_space(blank):
+    """20,000 line breaks at the end of a prompt held up all requests for some seconds."""
+    prose = text("one")
+
+    def seconds(count: int) -> float:
+        prompt = f"{blank * count} {prose}{blank * count}"
+        return min(timeit.repeat(lambda: searched([prose], prompt), number=1, repeat=3))
+
+    assert seconds(20_000) < 20 * seconds(1000) + 0.5, "four hundred times as long if it is quadratic"
+    (found,) = searched([prose], f"{blank * 100}{prose}{blank * 100}")
+    assert (found.start, found.stop) == (0, 100 + len(prose))
 
 
 def test_a_document_does_not_reach_into_another_message():

@@ -219,6 +219,6 @@ def _found(
 
 def _words(text: str) -> tuple["array[int]", "array[int]"]:
     """Return a hash of each word of a text without the white space before it, and where each word ends."""
-    words = WORD.findall(text)
+    words = WORD.findall(text.rstrip())  # At white space without a word after it, a search is quadratic.
     hashes = np.fromiter(map(hash, map(str.lstrip, words)), np.int64, len(words)).astype(np.uint32)
     return array("I", hashes.tobytes()), array("I", accumulate(map(len, words)))

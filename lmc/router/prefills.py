@@ -16,7 +16,7 @@ MEASURED_TOKENS = 256  # smaller prompts are not measured, because every request
 # Generating a token takes an engine as long as computing a few hundred tokens of a prompt, at most.
 COMPUTED_PER_GENERATED = 256
 MAX_RECENT_PREFILLS = 256  # that one measurement may cover
-MIN_MEASUREMENTS, MAX_MEASUREMENTS = 3, 7  # of which the median is the rate of an engine
+MIN_MEASUREMENTS, MAX_MEASUREMENTS = 3, 7  # numbers of measurements whose median is an engine's rate
 MEASUREMENT_SECONDS = 300.0  # after which a measurement expires
 
 

@@ -17,6 +17,7 @@ from cachetools import LRUCache
 
 from lmc.errors import InputError
 from lmc.router.cut import MAX_CHARACTERS, MAX_TOKENS, ROLE
+from lmc.router.forms import FORM_TYPE, read_form
 from lmc.router.policy import PromptRequest
 from lmc.router.prefix_hashes import CHARACTERS_PER_TOKEN
 
@@ -46,12 +47,9 @@ CHAT_FIELDS = (
     "model", "messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens",
     "chat_template", "chat_template_kwargs",
 )  # fmt: skip
-FORM_TYPE = "multipart/form-data"
 # Small values need many times the memory of their characters.
 MAX_CONTAINERS, MAX_VALUES = 1_000_000, 4_000_000
 MAX_PARTS = 100_000  # messages, and parts of a message, that are read; more would delay other requests
-FORM_MODEL = re.compile(rb'(?<!\w)name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{0,1024})\r\n')
-FORM_STREAM = re.compile(rb'(?<!\w)name="?stream"?\r\n(?:[^\r\n]+\r\n)*\r\n(?i:true|1)\r\n')
 MEDIA = ROLE + "\1"  # precedes the hash of an image or of audio
 ASSISTANT = "assistant"  # the role of the model's own messages
 
@@ -124,8 +122,9 @@ def read(
     `special_strings` has the special string of each model that has its own. The session is the value of the header
     `session_key`, or the field `user`. A form, which carries audio or a file, is routed by its model and by load.
     """
-    if headers.get("content-type", "").partition(";")[0].strip().lower() == FORM_TYPE:
-        return _form(body)
+    content_type = headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() == FORM_TYPE:
+        return _form(body, content_type)
     fields = json_object(body)
     model, salt = fields.get("model", ""), fields.get("cache_salt") or ""
     if not isinstance(model, str) or not isinstance(salt, str):
@@ -159,11 +158,11 @@ def about_a_response(response: str) -> Received:
     return Received(PromptRequest(text=""), stream=False, tokens=1.0, tokenize=None, response=response)
 
 
-def _form(body: bytes) -> Received:
-    model = FORM_MODEL.search(body)
-    name = model[1].decode("utf-8", "replace").strip() if model else ""
-    digest = xxhash.xxh3_128_hexdigest(body)  # Identical files are routed to the same engine.
-    return Received(PromptRequest(text=digest, model=name), FORM_STREAM.search(body) is not None, 1.0, tokenize=None)
+def _form(body: bytes, content_type: str) -> Received:
+    form = read_form(body, content_type, ("model", "stream"))
+    streamed = form.fields.get("stream", "").lower() in ("true", "1")
+    # Identical files are routed to the same engine.
+    return Received(PromptRequest(text=form.digest, model=form.fields.get("model", "")), streamed, 1.0, tokenize=None)
 
 
 def prompt_text(body: Body, special_string: str) -> str:
