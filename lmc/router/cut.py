@@ -97,7 +97,8 @@ class Cutter:
                 documents = self._by_text(request, seed, rate)
             content, size, block_tokens = packed.tobytes(), 4 * BLOCK_TOKENS, float(BLOCK_TOKENS)
         else:
-            tokens, documents = max(1.0, len(request.text) / rate), self._by_text(request, seed, rate)
+            tokens = max(1.0, len(request.text) / rate, request.unread_tokens)
+            documents = self._by_text(request, seed, rate)
             # The encoding has 4 bytes per character, as a token has in the other case.
             content = request.text[:MAX_CHARACTERS].encode("utf-32-le", "surrogatepass")
             size, block_tokens = 4 * BLOCK_CHARACTERS, BLOCK_CHARACTERS / rate

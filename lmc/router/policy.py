@@ -30,6 +30,7 @@ class PromptRequest:
     salt: str = ""  # vLLM's `cache_salt`, which identifies the tenant
     session: str = ""  # the value of the session header, or the `user` field of the request
     tokens: Sequence[int] | None = None  # token ids of the prompt; None if unknown
+    unread_tokens: float = 0.0  # estimated tokens of a prompt that could not be read; its text is empty then
     media: bool = False  # whether the prompt has images or audio, which have tokens but no characters
     documents: Sequence[str] = ()  # texts that the request itself names as its documents
     found: Sequence[FoundDocument] = ()  # known documents in the prompt, in its order

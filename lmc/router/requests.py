@@ -41,6 +41,11 @@ RESPONSES = "/v1/responses"
 RESPONSE_PATH = re.compile(rf"{RESPONSES}/([\w.-]{{1,128}})(/cancel|/input_items)?", re.ASCII)
 RESPONSE_ID = re.compile(rb'"id":\s*"(resp_[\w.-]{1,123})"')
 MAX_RESPONSES = 100_000  # whose engines are remembered
+TOKEN_FIELDS = "prompt_token_ids", "token_ids", "prompt", "input"  # that may have token ids
+# Texts of /score, /rerank and /v2/embed.
+SCORED_FIELDS = (
+    "query", "queries", "text_1", "data_1", "documents", "items", "text_2", "data_2", "texts", "inputs",
+)  # fmt: skip
 # The fields of a request that vLLM's /tokenize accepts.
 TEXT_FIELDS = ("model", "prompt", "add_special_tokens")
 CHAT_FIELDS = (
@@ -134,6 +139,7 @@ def read(
     tokens = _tokens(fields)
     prompt = "" if tokens is not None else prompt_text(fields, special_strings.get(model, special_string))
     text = prompt[:MAX_CHARACTERS]
+    unread = 0.0 if text or tokens else len(body) / CHARACTERS_PER_TOKEN
     request = PromptRequest(
         text=text,
         media=MEDIA in text,
@@ -141,9 +147,10 @@ def read(
         salt=salt,
         session=session if isinstance(session, str) else "",
         tokens=tokens,
+        unread_tokens=unread,
         documents=tuple(_named_documents(fields)),
     )
-    size = len(prompt) / CHARACTERS_PER_TOKEN if tokens is None else len(tokens)
+    size = unread or (len(prompt) / CHARACTERS_PER_TOKEN if tokens is None else len(tokens))
     return Received(
         request,
         fields.get("stream") is True,
@@ -162,54 +169,91 @@ def _form(body: bytes, content_type: str) -> Received:
     form = read_form(body, content_type, ("model", "stream"))
     streamed = form.fields.get("stream", "").lower() in ("true", "1")
     # Identical files are routed to the same engine.
-    return Received(PromptRequest(text=form.digest, model=form.fields.get("model", "")), streamed, 1.0, tokenize=None)
+    request = PromptRequest(text=form.digest, model=form.fields.get("model", ""), media=True)
+    return Received(request, streamed, 1.0, tokenize=None)
 
 
 def prompt_text(body: Body, special_string: str) -> str:
     """Return the text of a prompt in order, up to `MAX_PARTS` messages.
 
     The `documents` of a chat come first, between separators, as in the chat template of `lmc template`. The model's own
-    messages are never cut into documents.
+    messages are never cut into documents. The texts of a batch, and those that are scored, follow each other.
     """
-    parts = list(_messages(body, special_string.strip()))
-    documents = list(_chat_documents(body))
-    if documents:
+    content, bare = body.get("messages", body.get("input", body.get("prompt"))), special_string.strip()
+    parts = [*_before_messages(body), *_messages(content, bare)]
+    if content is None:
+        scored = (body.get(name) for name in SCORED_FIELDS)
+        parts += [part for text in scored for part in _messages([text] if isinstance(text, str) else text, bare)]
+    elif documents := list(_chat_documents(body)):
         parts.insert(0, special_string.join(("", *documents, "")))
     return "".join(parts)
 
 
-def _messages(body: Body, bare: str) -> Iterator[str]:
-    instructions, content = body.get("instructions"), body.get("messages", body.get("input", body.get("prompt")))
-    if isinstance(instructions, str):
-        yield f"{ROLE}system{ROLE}{instructions}"
+def _before_messages(body: Body) -> Iterator[str]:
+    """Yield the system text of a response or a message, and the tools."""
+    for name in ("instructions", "system"):
+        if text := "".join(_contents(body.get(name))):
+            yield f"{ROLE}system{ROLE}{text}"
+    if tools := body.get("tools"):
+        yield f"{ROLE}tools{ROLE}{_as_json(tools)}"
+
+
+def _messages(content: Any, bare: str) -> Iterator[str]:
     if isinstance(content, str):
         yield content
     elif isinstance(content, list):
-        for message in islice(content, MAX_PARTS):
+        for message in islice(_flattened(content), MAX_PARTS):
             if isinstance(message, str):  # one of several prompts
                 yield message + ROLE
             elif isinstance(message, dict):
-                role, text = str(message.get("role", "")), "".join(_contents(message.get("content")))
+                role, text = str(message.get("role", "")), "".join(_texts_of(message))
                 if role == ASSISTANT:
                     text = text.replace(bare, ROLE)
                 yield f"{ROLE}{role}{ROLE}{text}"
 
 
-def _contents(content: Any) -> Iterator[str]:
+def _flattened(content: list[Any]) -> Iterator[Any]:
+    """Yield the items of a list, or those of several lists: messages of conversations, or token ids of prompts."""
+    for item in content:
+        if isinstance(item, list):
+            yield from item
+        else:
+            yield item
+
+
+def _texts_of(message: Body) -> Iterator[str]:
+    """Yield the texts of a message, of calls of tools and of their results, and a text without a role."""
+    yield from _contents(message.get("content"))
+    if tool_calls := message.get("tool_calls"):
+        yield _as_json(tool_calls)
+    for name in ("arguments", "output", "text"):  # items of /v1/responses, and scored texts
+        yield from _contents(message.get(name))
+
+
+def _contents(content: Any, *, nested: bool = False) -> Iterator[str]:
     if isinstance(content, str):
         yield content
     elif isinstance(content, list):
         for part in islice(content, MAX_PARTS):
             if isinstance(part, dict) and isinstance(text := part.get("text"), str):
                 yield text
+            elif isinstance(part, dict) and part.get("type") == "tool_result" and not nested:
+                yield from _contents(part.get("content"), nested=True)
+            elif isinstance(part, dict) and part.get("type") == "tool_use":
+                yield _as_json(part)
             elif isinstance(part, dict):  # Images and audio match only as a whole.
                 yield f"{MEDIA}{xxhash.xxh3_128_hexdigest(msgspec.json.encode(part))}"
+
+
+def _as_json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def _chat_documents(body: Body) -> Iterator[str]:
     documents = body.get("documents")
     for document in documents if isinstance(documents, list) else ():
-        if isinstance(document, dict) and isinstance(text := document.get("text"), str):
+        text = document.get("text") if isinstance(document, dict) else document
+        if isinstance(text, str):
             yield text.strip()
 
 
@@ -224,8 +268,12 @@ def _named_documents(body: Body) -> Iterator[str]:
 
 
 def _tokenize(body: Body) -> Body | None:
-    fields = CHAT_FIELDS if isinstance(body.get("messages"), list) else TEXT_FIELDS
+    messages = body.get("messages")
+    fields = CHAT_FIELDS if isinstance(messages, list) else TEXT_FIELDS
     if fields is TEXT_FIELDS and not isinstance(body.get("prompt"), str):
+        return None
+    # vLLM's /tokenize takes one conversation, without a system text of its own.
+    if isinstance(messages, list) and ("system" in body or any(isinstance(message, list) for message in messages)):
         return None
     request = {name: body[name] for name in fields if name in body}
     if fields is CHAT_FIELDS and body.get("documents"):  # vLLM's /tokenize takes documents only as a template argument.
@@ -238,8 +286,12 @@ def _tokenize(body: Body) -> Body | None:
 
 
 def _tokens(body: Body) -> list[int] | None:
-    prompt = body.get("prompt_token_ids", body.get("prompt"))
-    ids = prompt[:MAX_TOKENS] if isinstance(prompt, list) else []
+    """Return the token ids of a prompt, or those of several prompts one after the other; None if it has a text."""
+    prompt: Any = next((body[name] for name in TOKEN_FIELDS if body.get(name) is not None), None)
+    if not isinstance(prompt, list):
+        return None
+    several = prompt and isinstance(prompt[0], list)
+    ids: list[Any] = list(islice(_flattened(prompt), MAX_TOKENS)) if several else prompt[:MAX_TOKENS]
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < 1 << 32:
         return ids
     return None
