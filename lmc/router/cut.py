@@ -148,15 +148,16 @@ class Cutter:
             yield range(span.start, span.stop), document
 
     def _by_text(self, request: PromptRequest, seed: int, rate: float) -> Iterator[PlacedDocument]:
+        owner = tenant(request)
         for part, stop in self._parts(request):
             stripped = part.strip()
             if stripped and ROLE not in stripped:
                 content = content_of(stripped)
-                tokenized = self.find and self.find(request.model, part, request.salt)
+                tokenized = self.find and self.find(request.model, part, owner)
                 digest, tokens = tokenized or ("", len(stripped) / rate)
                 if self.note is not None:
                     size = tokens if digest else 0.0
-                    self.note(tenant(request), content, digest, size, stripped, request.model)
+                    self.note(owner, content, digest, size, stripped, request.model)
                 document = CutDocument(key_of(content, seed), tokens, stop / rate, digest)
                 yield range(stop - len(part), stop), document
 

@@ -4,6 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import xxhash
+
+from lmc.router.prefix_hashes import encoded
+
 
 class FoundDocument(NamedTuple):
     """A known document, or a part of it, in a prompt."""
@@ -37,8 +41,21 @@ class PromptRequest:
 
     @property
     def scope(self) -> str:
-        """The model and the tenant; prompts are compared only within one scope."""
-        return f"{self.model}\0{self.salt}"
+        """A hash of the model and the tenant; prompts are compared only within one scope.
+
+        It is stored for many tenants, whose salts may have any length. So may sessions.
+        """
+        return _short(f"{self.model}\0{self.salt}")
+
+    @property
+    def session_key(self) -> str:
+        """A hash of the session; empty without a session."""
+        return _short(self.session) if self.session else ""
+
+
+def _short(text: str) -> str:
+    """Return a hash of a text that a client chose, as 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(encoded(text))
 
 
 @dataclass(slots=True)

@@ -92,7 +92,7 @@ class Documents(Policy):
         take_back = self.index.note(self._cache_of.get(engine, engine), self._cut(request))
         if not request.session:
             return take_back
-        scope, session = request.scope, request.session
+        scope, session = request.scope, request.session_key
         before = self._engine_of.get(scope, session)
         self._engine_of.put(scope, session, 1.0, engine)
 
@@ -199,7 +199,7 @@ class Documents(Policy):
 
     def _home(self, request: PromptRequest, cut: Cut, offers: Sequence["EngineOffer"]) -> "EngineOffer | None":
         """Return the engine of a conversation: that of its session, or the only one with most of the prompt."""
-        engine = self._engine_of.get(request.scope, request.session) if request.session else None
+        engine = self._engine_of.get(request.scope, request.session_key) if request.session else None
         if engine is None:
             continued = [offer for offer in offers if offer.beginning > cut.tokens / 2]
             return continued[0] if len(continued) == 1 else None
