@@ -1,6 +1,7 @@
 """How the router looks after engines: breakers, health checks and lookups, none of which ends or waits for another."""
 
 import asyncio
+import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from lmc.router import watch as watching
 from lmc.router.engines import (
     BREAKER_FAILURES,
     FIRST_BREAKER_SECONDS,
+    MAX_ERRORS,
     Engine,
     EngineBreaker,
     Engines,
@@ -89,6 +91,83 @@ def test_a_health_check_that_passes_lets_one_request_try():
     assert breaker.state(0.0) == "half-open"
     breaker.sent()
     assert breaker.state(0.0) == "open"
+
+
+def test_answers_500_open_a_breaker_if_other_engines_answer():
+    now = [0.0]
+    engines = Engines(clock=lambda: now[0])
+    broken, other, stranger = (
+        engines.add(address(f"http://{name}", [model])) for name, model in (("a", "m"), ("b", "m"), ("c", "n"))
+    )
+
+    def answer(engine, *, error=True):
+        now[0] += 0.01
+        engines.note_answer(engine, "m", error=error, trial=engine.breaker.sent())
+        return engine.breaker.state(now[0])
+
+    answer(other, error=False)
+    assert {answer(broken) for _ in range(2 * MAX_ERRORS)} == {"closed"}, "no other engine has answered meanwhile"
+    answer(stranger, error=False)
+    assert answer(broken) == "closed", "it has another model"
+    answer(broken, error=False)
+    assert {answer(broken) for _ in range(MAX_ERRORS - 1)} == {"closed"}
+    answer(other, error=False)
+    assert answer(broken) == "open"
+    now[0] += FIRST_BREAKER_SECONDS
+    assert answer(broken) == "open", "the trial"
+    now[0] += FIRST_BREAKER_SECONDS
+    assert broken.breaker.state(now[0]) == "open", "for twice as long"
+    now[0] += FIRST_BREAKER_SECONDS
+    assert answer(broken, error=False) == "closed"
+    assert answer(broken) == "closed"
+
+
+def test_an_engine_that_answers_500_to_everything_gets_no_more_requests():
+    """It answered at once, so it was always idle and got most requests."""
+    with house(2, "round_robin", health_seconds=1000.0) as built:
+        built.echoes[0].refusing = 500
+        statuses = [built.ask("/v1/completions", {"model": "echo", "prompt": "x"})[0] for _ in range(2 * MAX_ERRORS)]
+        assert sorted(statuses) == [200] * MAX_ERRORS + [500] * MAX_ERRORS
+        breakers = {engine["url"]: engine["breaker"] for engine in built.ask("/engines")[1]["engines"]}
+        assert breakers[built.engines[0].url] != "closed"
+        assert breakers[built.engines[1].url] == "closed"
+
+
+def test_what_was_noted_about_a_request_is_taken_back_after_an_error():
+    ask = {"model": "echo", "prompt": f"s # # {'x' * 400} # # q"}
+    with house(1) as built:
+        assert built.ask("/v1/completions", {**ask, "echo": {"status": 500}})[0] == 500
+        assert built.ask("/lmc/explain", ask)[1]["engines"][0]["documents"] == 0
+
+
+class Dead(EchoEngine):
+    """A vLLM whose computing process has ended."""
+
+    async def _answer(self, scope, body, receive, send):
+        self.seen.append({})
+        message = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+        error = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
+        content = json.dumps({"error": error}).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+        await send({"type": "http.response.start", "status": 500, "headers": headers})
+        for part in (content[:20], content[20:]):
+            await asyncio.sleep(0.01)
+            await send({"type": "http.response.body", "body": part, "more_body": part == content[:20]})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_goes_to_another_engine_if_the_process_that_computes_has_ended(stream):
+    """vLLM answers this with 500, and the client got it."""
+    with house(2, "round_robin") as built:
+        dead, other = built.echoes
+        dead.__class__ = Dead
+        ask = {"model": "echo", "prompt": "x", "stream": stream}
+        assert [built.send("/v1/completions", ask).status for _ in range(2)] == [200, 200]
+        assert len(other.seen) == 2
+        assert built.numbers("retries_total") == len(dead.seen) > 0
+        other.__class__ = Dead
+        status, answer = built.ask("/v1/completions", ask)
+        assert (status, answer["error"]["type"]) == (500, "InternalServerError"), "there is no other engine"
 
 
 def test_an_engine_that_is_back_gets_requests_at_its_next_health_check():

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import logging
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -15,7 +16,10 @@ from lmc.http.client import with_scheme
 from lmc.router.policy import Candidate
 from lmc.router.prefills import Prefill, PrefillQueue
 
+log = logging.getLogger(__name__)
+
 BREAKER_FAILURES = 3  # failed requests in a row that open the circuit breaker
+MAX_ERRORS = 10  # answers 500 in a row that open the circuit breaker, while other engines of the model answer
 FAILED_CHECKS = 3  # failed health checks in a row that abort an engine's requests
 FIRST_BREAKER_SECONDS, MAX_BREAKER_SECONDS = 1.0, 30.0  # seconds that a breaker is open; each failed trial doubles them
 DEFAULT_RATE = 10_000.0  # tokens per second, until any engine has been measured
@@ -131,6 +135,11 @@ class EngineBreaker:
         if trial or self.failures == BREAKER_FAILURES:
             self.until = now + self.pause
 
+    def open(self, now: float, *, trial: bool) -> None:
+        """Open at once, because of other signs than failures."""
+        self.failures = max(self.failures, BREAKER_FAILURES - 1)
+        self.failed(now, trial=trial)
+
     def ended(self, *, trial: bool) -> None:
         """Record the end of a request, with any result."""
         self.trying &= not trial
@@ -156,6 +165,9 @@ class Engine:
     prefills: PrefillQueue = field(default_factory=PrefillQueue)
     drain_rate: float = 0.0  # tokens per second that leave its backlog; 0 until any engine has been measured
     requests: int = 0  # sent so far
+    errors: int = 0  # answers 500 in a row
+    erring_since: float = 0.0  # time of the first of them
+    answered: float = float("-inf")  # time of its last other answer
 
     @property
     def url(self) -> str:
@@ -304,6 +316,25 @@ class Engines:
         up = [engine for engine in engines if engine.healthy] or engines
         up = [engine for engine in up if model in engine.models] or up  # engines with unknown models come last
         return [engine.candidate for engine in [engine for engine in up if not engine.missing] or up]
+
+    def note_answer(self, engine: Engine, model: str, *, error: bool, trial: bool) -> None:
+        """Record an answer of an engine for its breaker.
+
+        An `error` is an answer 500. The cause may be the request, so it counts as a failure only after some in a row,
+        while another engine of the model has given other answers.
+        """
+        now = self._clock()
+        if not error:
+            engine.errors, engine.answered = 0, now
+            engine.breaker.succeeded()
+            return
+        engine.erring_since = engine.erring_since if engine.errors else now
+        engine.errors += 1
+        others = (other for other in self._engines.values() if other is not engine and other.serves(model))
+        if engine.errors >= MAX_ERRORS and any(other.answered >= engine.erring_since for other in others):
+            if engine.errors == MAX_ERRORS:
+                log.warning("lmc router: %s answered 500 to %d requests in a row", engine.url, engine.errors)
+            engine.breaker.open(now, trial=trial)
 
 
 def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

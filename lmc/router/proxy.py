@@ -221,7 +221,7 @@ class Proxy:
                 opened = await visit.open(self._connections, target, body, headers)
                 async with opened.answer, visit.while_up():
                     content = opened.first + await opened.answer.content.read()
-                visit.engine.breaker.succeeded()
+                self._note_answer(received.request, visit)
                 answer = msgspec.json.decode(content)
             except EngineFailed as error:
                 self._note_failure(visit, error)
@@ -343,7 +343,7 @@ class Proxy:
         """Forward an answer to the client as it arrives."""
         answer, now = opened.answer, self._clock()
         if visit.answered:
-            visit.engine.breaker.succeeded()
+            self._note_answer(received.request, visit)
         else:
             self._note_failure(visit, EngineFailed(visit.engine, f"{answer.status} {answer.reason}"))
         self._metrics.observe(numbers.FIRST_BYTE, now - arrived)
@@ -369,6 +369,11 @@ class Proxy:
             return  # without an end, so the client sees that the answer is incomplete
         await client.end()
         self._note_usage(received.request, visit, tail)
+
+    def _note_answer(self, request: PromptRequest, visit: Visit) -> None:
+        self._engines.note_answer(visit.engine, request.model, error=visit.error, trial=visit.trial)
+        if visit.error:
+            visit.revert()
 
     def _note_failure(self, visit: Visit, error: EngineFailed) -> None:
         visit.failed(self._clock(), error)

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import NamedTuple
 
 import aiohttp
@@ -18,6 +19,8 @@ from lmc.router.policy import RoutingChoice, Usage
 from lmc.router.prefills import Prefill
 
 RETRIED_STATUSES = (502, 503, 504)  # statuses of an engine that is down; the request goes to another one
+# vLLM answers 500 with this message when the process that computes has ended.
+DEAD_ENGINE, MAX_ERROR_BYTES = b"EngineCore encountered an issue", 4096
 # In generated text, quotation marks have a backslash before them.
 PROMPT_TOKENS_FIELD = re.compile(rb'(?<!\\)"prompt_tokens":\s*(\d{1,9})')
 GENERATED_TOKENS_FIELD = re.compile(rb'(?<!\\)"(?:completion|output)_tokens":\s*(\d{1,9})')
@@ -58,6 +61,7 @@ class Visit:
     trial: bool  # whether it tests if the engine has recovered
     take_back: Callable[[], None] | None  # reverts what the policy noted
     answered: bool = False  # whether its answer has begun
+    error: bool = False  # whether this answer is an error of the engine
     report: Usage = field(default_factory=Usage)  # of the engine, at the end of its answer
 
     async def open(
@@ -78,13 +82,18 @@ class Visit:
             async with self.while_up():
                 answer = await session.request(method, url, data=body or None, headers=headers, allow_redirects=False)
                 on_failure.callback(answer.close)
-                is_down = answer.status in RETRIED_STATUSES
+                first = await _beginning_of_error(answer) if self._is_error(answer) else b""
+                is_down = answer.status in RETRIED_STATUSES or DEAD_ENGINE in first
                 if is_down and not is_last():
                     raise EngineFailed(self.engine, f"{answer.status} {answer.reason}")
-                first = await answer.content.readany()
+                first = first or await answer.content.readany()
             on_failure.pop_all()
-        self.answered = not is_down
+        self.answered, self.error = not is_down, self._is_error(answer)
         return Opened(answer, first)
+
+    @staticmethod
+    def _is_error(answer: aiohttp.ClientResponse) -> bool:
+        return answer.status == HTTPStatus.INTERNAL_SERVER_ERROR
 
     @asynccontextmanager
     async def while_up(self) -> AsyncIterator[None]:
@@ -104,7 +113,12 @@ class Visit:
         """Record a failure of the engine, and revert the policy's note if nothing was computed."""
         self.engine.breaker.failed(now, trial=self.trial)
         self.engine.gone |= error.ended
-        if self.take_back and not self.answered and not error.silent:
+        if not self.answered and not error.silent:
+            self.revert()
+
+    def revert(self) -> None:
+        """Revert the policy's note, because nothing was computed."""
+        if self.take_back:
             self.take_back()
 
     def ended(self) -> None:
@@ -145,6 +159,14 @@ class FirstToken:
                 self._is_early = False
         self._line = last[:MAX_EVENT_LINE_BYTES]
         return last.startswith(b"data:") and not self._is_early
+
+
+async def _beginning_of_error(answer: aiohttp.ClientResponse) -> bytes:
+    """Return the beginning of an error, which may arrive in several parts."""
+    first = b""
+    while len(first) < MAX_ERROR_BYTES and (part := await answer.content.readany()):
+        first += part
+    return first
 
 
 def usage(tail: bytes) -> Usage:
