@@ -3,6 +3,7 @@
 import hashlib
 import time
 from array import array
+from collections import Counter
 from math import ceil
 
 import msgspec
@@ -646,6 +647,36 @@ def test_a_new_conversation_goes_where_the_beginnings_are_oldest():
     for number in range(20):
         policy.sent(PromptRequest(text=f"later {number} " * 100), b.name)
     assert policy.choose(PromptRequest(text="newer " * 100), [a, b]).engine == a.name
+
+
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_short_prompts_go_to_the_engine_with_the_fewest_requests(by_tokens):
+    """They have no blocks. All of them had one hash, so the order of engines was always the same."""
+    policy, candidates = Documents(), [Candidate(f"http://{number}") for number in range(8)]
+
+    def short(number: int) -> PromptRequest:
+        return PromptRequest(text="", tokens=[number] * 20) if by_tokens else PromptRequest(text=f"short {number}")
+
+    by_name = {candidate.name: candidate for candidate in candidates}
+    for number in range(64):
+        by_name[policy.choose(short(number), candidates).engine].load += 1
+    assert [candidate.load for candidate in candidates] == [8] * 8
+    places = Counter(policy.choose(short(number), candidates).engine for number in range(64))
+    assert len(places) == 8, "idle engines are chosen by a hash of the prompt"
+    assert len({policy.choose(short(1), candidates[at:] + candidates[:at]).engine for at in range(8)}) == 1
+
+
+def test_equal_forms_go_to_the_same_idle_engine():
+    policy, candidates = Documents(), [Candidate(f"http://{number}") for number in range(8)]
+    places = []
+    for boundary in (b"one", b"another"):
+        for file in (b"first", b"second", b"third", b"fourth"):
+            part = b'\r\ncontent-disposition: form-data; name="file"; filename="a.wav"\r\n\r\n' + file + b"\r\n--"
+            headers = {"content-type": f"multipart/form-data; boundary={boundary.decode()}"}
+            form = read(b"--" + boundary + part + boundary + b"--\r\n", headers, "x-session-id", SEPARATOR)
+            places.append(policy.choose(form.request, candidates).engine)
+    assert places[:4] == places[4:]
+    assert len(set(places)) > 1
 
 
 def test_an_engine_reuses_no_documents_that_are_too_few_for_a_blend():

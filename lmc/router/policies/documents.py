@@ -27,6 +27,7 @@ from lmc.router.fair_lru import FairLru
 from lmc.router.kv_index import BlockIndex, chains
 from lmc.router.policies.base import Needs, Policy, check, check_count
 from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, TakeBack, Usage
+from lmc.router.prefix_hashes import encoded
 
 CACHE_TOKENS = 1_000_000.0  # assumed size of an engine's cache until the engine reports it
 SURCHARGE = 0.3  # share of the prompt's tokens; an engine at twice the mean load pays it once, at three times twice
@@ -82,7 +83,7 @@ class Documents(Policy):
             chosen, reason = home, "conversation"
         else:
             tied = [offer for offer in offers if offer.seconds <= shortest * (1 if cut.documents else TIE_FACTOR)]
-            chosen = min(tied, key=lambda offer: self._order(cut, offer.candidate))
+            chosen = min(tied, key=lambda offer: self._order(request, cut, offer.candidate))
             reason = "documents" if chosen.documents else "beginning" if chosen.reused else "least time"
         assumed = chosen.beginning, chosen.assumed, chosen.assumed_beginning
         return RoutingChoice(chosen.candidate.name, reason, chosen.reused, chosen.cost, *assumed)
@@ -205,13 +206,20 @@ class Documents(Policy):
             return continued[0] if len(continued) == 1 else None
         return next((offer for offer in offers if offer.candidate.name == engine), None)
 
-    def _order(self, cut: Cut, candidate: Candidate) -> tuple[float, int]:
+    def _order(self, request: PromptRequest, cut: Cut, candidate: Candidate) -> tuple[float, int]:
         """Return the sort key between tied engines.
 
         Documents go to the engine that the heaviest of them hashes to. A new conversation goes to the cache whose
         oldest beginning has been unused for the longest time, because that is the least likely to be requested again.
+        A prompt without a whole block, about which nothing is stored, goes to the engine with the fewest requests.
         """
-        return 0.0 if cut.documents else self.index.oldest(candidate.cache), _distance(cut, candidate)
+        if cut.documents:
+            key = max(cut.documents, key=lambda document: (document.tokens, document.key)).key
+            return 0.0, _distance(key, candidate)
+        if cut.blocks:
+            return self.index.oldest(candidate.cache), _distance(cut.blocks[0].to_bytes(8, "little"), candidate)
+        short = request.text or " ".join(map(str, request.tokens or ()))
+        return candidate.load, _distance(encoded(short), candidate)
 
     def _cut(self, request: PromptRequest) -> Cut:
         if self._last is None or self._last[0] is not request:
@@ -233,8 +241,6 @@ class EngineOffer(NamedTuple):
     assumed_beginning: float  # tokens at the start of the prompt, routed there but not confirmed by events
 
 
-def _distance(cut: Cut, candidate: Candidate) -> int:
-    """Return the rendezvous hash of an engine and the heaviest document (Thaler and Ravishankar, 1996)."""
-    heaviest = max(cut.documents, key=lambda document: (document.tokens, document.key), default=None)
-    key = heaviest.key if heaviest else cut.blocks[0].to_bytes(8, "little") if cut.blocks else b""
+def _distance(key: bytes, candidate: Candidate) -> int:
+    """Return the rendezvous hash of an engine and a key (Thaler and Ravishankar, 1996)."""
     return -xxhash.xxh3_64_intdigest(candidate.cache.encode() + b"\0" + key)
