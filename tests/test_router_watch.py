@@ -3,13 +3,17 @@
 import asyncio
 import json
 import logging
+import ssl
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from http.client import HTTPException
 
 import aiohttp
 import pytest
+from aiohttp.client_reqrep import ConnectionKey
 from echo_engine import EchoEngine
+from http_stub import http_stub
 from router_house import house, served
 from storage_fakes import eventually
 
@@ -31,7 +35,7 @@ from lmc.router.policy import Candidate, RoutingChoice
 from lmc.router.proxy import IDLE_CONNECTION_SECONDS
 from lmc.router.settings import RouterSettings
 from lmc.router.visit import EngineFailed, Visit
-from lmc.router.watch import Watch, keep_up
+from lmc.router.watch import Watch, cause_of, keep_up
 
 
 @asynccontextmanager
@@ -385,6 +389,97 @@ def test_an_engine_is_not_taken_to_have_what_it_has_refused():
         found = {one["engine"]: one["documents"] for one in built.ask("/lmc/explain", ask)[1]["engines"]}
         assert found.pop(where) == 0
         assert list(found.values()) == [1]
+
+
+def warned(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+async def look_twice(url: str, **settings) -> Engines:
+    """Check an engine twice, and return it."""
+    engines = Engines()
+    engines.add(address(url))
+    async with aiohttp.ClientSession() as session:
+        watch = Watch(RouterSettings(**settings), engines, make("round_robin"), session)
+        for _ in range(2):
+            await watch.look()
+        await watch.close()
+    return engines
+
+
+@pytest.mark.parametrize(("key", "words"), [("", "set --api-key"), ("secret", "check the key in --api-key")])
+def test_an_engine_that_needs_a_key_is_warned_about_once(caplog, key, words):
+    """Every five seconds, the log had "'NoneType' object is not subscriptable"."""
+    with http_stub((401, {"error": "Unauthorized"})) as stub:
+        stub.answers["/health"] = (200, "")
+        asyncio.run(look_twice(stub.url, api_key=key))
+    (warning,) = warned(caplog)
+    assert stub.url in warning
+    assert "401" in warning
+    assert words in warning
+    assert "secret" not in warning
+
+
+def test_a_failed_health_check_has_a_cause_which_is_logged_once(caplog):
+    with http_stub((500, {})) as stub:
+        engines = asyncio.run(look_twice(stub.url))
+    (warning,) = warned(caplog)
+    assert warning.endswith("it answered /health with 500")
+    assert not engines[stub.url].healthy
+    caplog.clear()
+    engines = asyncio.run(look_twice(stub.url))
+    (warning,) = warned(caplog)
+    assert warning.endswith("it refused the connection")
+    assert engines[stub.url].gone
+
+
+def test_another_cause_is_logged_too(caplog):
+    caplog.set_level(logging.INFO)
+
+    async def look(stub):
+        engines = Engines()
+        engines.add(address(stub.url, ["m"]))
+        async with aiohttp.ClientSession() as session:
+            watch = Watch(RouterSettings(), engines, make("round_robin"), session)
+            for status in (500, 500, 404, 200, 200, 404):
+                stub.answers["/health"] = (status, "")
+                await watch.look()
+            await watch.close()
+
+    with http_stub() as stub:
+        asyncio.run(look(stub))
+    health = [record.getMessage() for record in caplog.records if "health check" in record.getMessage()]
+    assert [text.rpartition(" ")[2] for text in health] == ["500", "404", "check", "404"]
+
+
+def test_a_certificate_that_is_not_trusted_is_the_cause(tmp_path, caplog):
+    pair = str(tmp_path / "chain.pem"), str(tmp_path / "key.pem")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=DNS:localhost", "-out", pair[0], "-keyout", pair[1]],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(*pair)
+
+    async def run():
+        server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, ssl=context)
+        async with server:
+            await look_twice(f"https://localhost:{server.sockets[0].getsockname()[1]}")
+
+    asyncio.run(run())
+    (warning,) = warned(caplog)
+    assert "certificate is not trusted (self-signed certificate)" in warning
+    assert "SSL_CERT_FILE" in warning
+
+
+def test_causes_of_failed_requests_are_clauses():
+    key = ConnectionKey("nowhere", 80, False, True, None, None, None)
+    assert cause_of(aiohttp.ClientConnectorDNSError(key, OSError(-2, "unknown"))) == "its host name was not resolved"
+    assert cause_of(TimeoutError()) == "it did not answer within 5 s"
+    assert cause_of(aiohttp.ServerDisconnectedError()) == "it closed the connection without an answer"
+    assert cause_of(aiohttp.ClientPayloadError()) == "ClientPayloadError"
+    assert cause_of(OSError(5, "Input/output error")) == "Input/output error"
 
 
 @pytest.mark.parametrize(("answered", "silent", "taken"), [(False, False, 1), (True, False, 0), (False, True, 0)])

@@ -155,6 +155,8 @@ class Engine:
     cards: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # its models by name, as /v1/models lists them
     breaker: EngineBreaker = field(default_factory=EngineBreaker)
     healthy: bool = True  # according to the last health check
+    unhealthy_because: str = ""  # why this check failed, as it was logged
+    unlisted_because: str = ""  # why its models could not be read, as it was logged
     gone: bool = False  # whether its process has ended since it was healthy, which empties its memory
     draining: bool = False
     missing: bool = False  # whether the last lookup did not find it

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from functools import partial
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -124,14 +125,15 @@ class Watch:
         self._found = addresses
 
     async def _look_at(self, engine: Engine) -> None:
-        ended, before = False, engine.healthy
+        ended, before, cause = False, (engine.healthy, engine.unhealthy_because), ""
         try:
-            up = await self._get(engine, "/health") is not None
+            await self._get(engine, "/health")
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            up, ended = False, has_ended(error)
+            ended, cause = has_ended(error), cause_of(error)
+        up, engine.unhealthy_because = not cause, cause
         engine.checked(up, ended=ended)
-        if up != before:
-            log.log(*_health_log(engine.url, up))
+        if (up, cause) != before:
+            log.log(*_health_log(engine.url, cause))
         if up and engine.gone:  # It was restarted, so its memory is empty.
             engine.gone = False
             engine.models = engine.address.models
@@ -152,32 +154,62 @@ class Watch:
             self._following.pop(url).task.cancel()
 
     async def _ask_models(self, engine: Engine) -> None:
+        cause = ""
         try:
             listing = await self._get(engine, "/v1/models", json=True)
             engine.cards = {str(model["id"]): model for model in listing["data"]}
             engine.models = engine.address.models or frozenset(engine.cards)
-        except (aiohttp.ClientError, OSError, ValueError, TypeError, KeyError) as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            cause = cause_of(error)
+        except (TypeError, KeyError):
+            cause = "it answered with other JSON than a list of models"
+        if cause and cause != engine.unlisted_because:
             level = logging.DEBUG if engine.address.models else logging.WARNING
-            log.log(level, "lmc router: could not read the models of %s: %s", engine.url, error)
+            log.log(level, "lmc router: could not read the models of %s: %s", engine.url, cause)
+        engine.unlisted_because = cause
 
     async def _get(self, engine: Engine, path: str, *, json: bool = False) -> Any:
-        """Return the JSON of an answer, or `True` without `json`; None if its status is not 200."""
+        """Return the JSON of an answer, or `True` without `json`. Raises `StatusError` if its status is not 200."""
         async with self._session.get(
             engine.url + path, headers=self._settings.login, timeout=HEALTH_TIMEOUT
         ) as response:
-            if response.status != 200:
-                return None
+            if response.status != HTTPStatus.OK:
+                raise StatusError(path, response.status, has_key=bool(self._settings.api_key))
             return await response.json() if json else True
 
 
-def _health_log(url: str, up: bool) -> tuple[int, str, str]:
-    if up:
+class StatusError(ValueError):
+    """An engine answered with another status than 200."""
+
+    def __init__(self, path: str, status: int, *, has_key: bool) -> None:
+        """`has_key` is whether the request had an API key."""
+        text = f"it answered {path} with {status}"
+        if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            text += "; check the key in --api-key" if has_key else "; set --api-key to the engines' key"
+        super().__init__(text)
+
+
+def cause_of(error: Exception) -> str:
+    """Return why a request to an engine failed, as a clause."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        reason = getattr(error.certificate_error, "verify_message", "") or str(error.certificate_error)
+        return f"its certificate is not trusted ({reason}); set SSL_CERT_FILE to the certificate of its issuer"
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return "its host name was not resolved"
+    if isinstance(error, TimeoutError):
+        return f"it did not answer within {HEALTH_TIMEOUT.total:g} s"
+    if has_ended(error):
+        return "it refused the connection"
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "it closed the connection without an answer"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _health_log(url: str, cause: str) -> tuple[int, str, *tuple[str, ...]]:
+    if not cause:
         return logging.INFO, "lmc router: engine %s passed its health check", url
-    return (
-        logging.WARNING,
-        "lmc router: engine %s failed its health check and will get no requests until it passes one",
-        url,
-    )
+    text = "lmc router: engine %s failed its health check and will get no requests until it passes one: %s"
+    return logging.WARNING, text, url, cause
 
 
 def keep_up(work: Callable[[], Awaitable[None]], name: str, pause: float = TASK_RETRY_SECONDS) -> asyncio.Task[None]:
