@@ -8,6 +8,8 @@ import xxhash
 
 from lmc.router.prefix_hashes import encoded
 
+MAX_KEY_CHARACTERS = 128  # of a tenant's or a session's name that is stored as it is
+
 
 class FoundDocument(NamedTuple):
     """A known document, or a part of it, in a prompt."""
@@ -41,21 +43,18 @@ class PromptRequest:
 
     @property
     def scope(self) -> str:
-        """A hash of the model and the tenant; prompts are compared only within one scope.
-
-        It is stored for many tenants, whose salts may have any length. So may sessions.
-        """
+        """The model and the tenant, as a key that may be stored; prompts are compared only within one scope."""
         return _short(f"{self.model}\0{self.salt}")
 
     @property
     def session_key(self) -> str:
-        """A hash of the session; empty without a session."""
-        return _short(self.session) if self.session else ""
+        """The session, as a key that may be stored; empty without a session."""
+        return _short(self.session)
 
 
 def _short(text: str) -> str:
-    """Return a hash of a text that a client chose, as 32 hexadecimal digits."""
-    return xxhash.xxh3_128_hexdigest(encoded(text))
+    """Return a text that a client chose, or its hash if it is long."""
+    return text if len(text) <= MAX_KEY_CHARACTERS else xxhash.xxh3_128_hexdigest(encoded(text))
 
 
 @dataclass(slots=True)
