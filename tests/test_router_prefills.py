@@ -1,13 +1,14 @@
 """What the router takes engines to compute still, and how fast: by the first tokens and the ends of their answers."""
 
 import json
+from typing import Any
 
 import pytest
 from echo_engine import EchoEngine
 from router_house import house
 from storage_fakes import eventually
 
-from lmc.router.engines import DEFAULT_RATE, MAX_RATE_FACTOR, Engine, Engines, address
+from lmc.router.engines import DEFAULT_RATE, MAX_RATE_FACTOR, Engines, address
 from lmc.router.policies import make
 from lmc.router.policy import PromptRequest
 from lmc.router.prefills import MEASUREMENT_SECONDS, MIN_MEASUREMENTS, PrefillQueue
@@ -134,11 +135,34 @@ def test_what_an_engine_had_cached_counts_as_not_computed(queue, clock):
     assert queue.rate == pytest.approx(1000.0)
 
 
-@pytest.mark.parametrize(("generated", "rate"), [(None, 0.0), (0, 1000.0), (1, 1000.0), (100, 0.0)])
-def test_an_answer_that_is_not_streamed_is_measured_if_it_is_short(queue, clock, generated, rate):
+@pytest.mark.parametrize(("generated", "rate"), [(None, 1000.0), (0, 1000.0), (1, 1000.0), (100, 2000.0)])
+def test_answers_that_are_not_streamed_show_the_rate_too(queue, clock, generated, rate):
+    """Of the time of a long answer, at most half is taken for the time to generate it."""
     for _ in range(MIN_MEASUREMENTS):
+        assert queue.rate == 0.0
         measure(queue, clock, 1.0, streamed=False, generated=generated)
     assert queue.rate == pytest.approx(rate)
+
+
+def test_the_time_to_generate_an_answer_does_not_count_as_the_time_of_its_prompt(queue, clock):
+    """An engine computes 1,000 tokens a second, and takes 2 s for each answer of 100 tokens."""
+    for _ in range(3):
+        answer_all(queue, clock, [1000.0] * 10)
+        clock.now += 60.0
+    assert 1000.0 <= queue.rate < 1400.0, "not 10,000 tokens in 12 s"
+    for _ in range(MIN_MEASUREMENTS):
+        measure(queue, clock, 0.5)
+    assert queue.rate == pytest.approx(2000.0), "a stream shows it exactly"
+
+
+def answer_all(queue, clock, prompts: list[float]) -> None:
+    waiting, at = [queue.add(tokens, streamed=False) for tokens in prompts], clock.now
+    for prefill in waiting:
+        at += prefill.tokens / 1000.0
+        clock.now = at + 2.0
+        queue.begin(prefill)
+        queue.end(prefill)
+        queue.measure(prefill, None, 100)
 
 
 def with_rates(clock: Clock, **rates: float) -> Engines:
@@ -171,41 +195,35 @@ def test_rates_are_those_of_the_engines_of_a_model_within_bounds(clock):
     assert rates_of(engines) == [1000, 1000]
 
 
-def test_a_popular_document_is_learned_by_a_second_engine_before_the_queue_of_the_first_is_long(clock):
+@pytest.mark.parametrize("generated", [None, 1, 200])
+def test_a_popular_document_is_learned_by_a_second_engine_before_the_queue_of_the_first_is_long(clock, generated):
     """91 of 91 requests went to the engine with the document, whose queue grew without end.
 
-    Two engines compute 1,000 tokens a second. Three requests a second, which are not streamed, have one document of
-    4,000 tokens, of which 600 are computed where it is stored.
+    Two engines compute 1,000 tokens a second and generate 50. Three requests a second, which are not streamed, have one
+    document of 4,000 tokens, of which 600 are computed where it is stored.
     """
     engines, policy = Engines(clock=clock), make("documents", clock=clock)
-    for name in "ab":
-        engines.add(address(f"http://{name}", ["m"]))
-    free_at, answers, counts, longest = {"http://a": 0.0, "http://b": 0.0}, [], {}, 0.0
-    for number in range(90):
-        clock.now = number / 3
-        for answer in [answer for answer in answers if answer[0] <= clock.now]:
+    free_at = {engines.add(address(f"http://{name}", ["m"])).url: 0.0 for name in "ab"}
+    answers, counts, longest = list[Any](), dict.fromkeys(free_at, 0), 0.0
+    for number in range(300):
+        for answer in sorted(answer for answer in answers if answer[0] <= number / 3):
             answers.remove(answer)
-            end(engines[answer[1]], answer, clock)
+            clock.now, _, engine, prefill = answer
+            engine.begun(prefill)
+            engine.ended(prefill)
+            engine.prefills.measure(prefill, None, generated)
         clock.now = number / 3
         request = PromptRequest(text=f"{number} # # {'once upon a time ' * 940} # # q", model="m")
         choice = policy.choose(request, engines.candidates("m"))
         policy.sent(request, choice.engine)
-        began = max(free_at[choice.engine], clock.now)
-        free_at[choice.engine] = began + choice.cost / 1000.0
-        answers.append(
-            (free_at[choice.engine], choice.engine, engines[choice.engine].sent(choice.cost, streamed=False))
-        )
-        counts[choice.engine] = counts.get(choice.engine, 0) + 1
-        longest = max(longest, free_at[choice.engine] - clock.now)
-    assert min(counts.values()) > 30
+        engine = engines[choice.engine]
+        free_at[engine.url] = max(free_at[engine.url], clock.now) + choice.cost / 1000.0
+        answered = free_at[engine.url] + (generated or 0) / 50.0
+        answers.append((answered, number, engine, engine.sent(choice.cost, streamed=False)))
+        counts[engine.url] += 1
+        longest = max(longest, free_at[engine.url] - clock.now)
+    assert min(counts.values()) > 100
     assert longest < 10.0
-
-
-def end(engine: Engine, answer, clock: Clock) -> None:
-    clock.now, _, prefill = answer
-    engine.begun(prefill)
-    engine.ended(prefill)
-    engine.prefills.measure(prefill, None, 1)
 
 
 # -- first tokens -----------------------------------------------------------------------------------------------------
