@@ -1,10 +1,12 @@
 """A simulator of a router's engines: virtual time, real policies.
 
 An engine computes prompts one after the other. On its GPU it has the beginnings of prompts that it met last, and in
-memory and on a disk the documents, each as much as fits. It blends. A document that it did not have is learned after
-the answer has begun, which keeps it busy as long as computing the document does. What an answer says of reuse goes to
-the policy, as from real engines, and so do events of documents, if engines publish them. When an engine dies, requests
-whose answers have not begun go to others; its memory is empty when it is back, and its disk is not.
+memory and on a disk the documents, each as much as fits. A pool, if there is one, has all documents from the start, as
+after `lmc learn`, for all engines. An engine reads them if that is faster than computing. It blends. A document that it
+did not have is learned after the answer has begun, which keeps it busy as long as computing the document does. What an
+answer says of reuse goes to the policy, as from real engines, and so do events of documents, if engines publish them.
+When an engine dies, requests whose answers have not begun go to others; its memory is empty when it is back, and its
+disk is not.
 """
 
 import heapq
@@ -27,7 +29,7 @@ from lmc.router.policies.documents import Documents
 from lmc.router.policy import Candidate, RoutingChoice, TakeBack, Usage
 from lmc.storage.places import place_of
 
-MEMORY, DISK = "host", "disk"  # as answers name them
+MEMORY, DISK, POOL = "host", "disk", "objects"  # as answers name them
 EVERYBODY = tenant_of("")  # The requests name no tenant.
 Changed = Callable[[str, str, bool], None]  # A document has come to a place, or has left it.
 
@@ -42,6 +44,7 @@ class Fleet:
     disk: float = 0.0  # tokens of documents on its disk
     rate: float = 20_000.0  # tokens computed in a second
     disk_rate: float = 60_000.0  # tokens read from the disk in a second
+    pool_rate: float = 0.0  # tokens that one engine reads from the pool in a second; 0 without a pool
     ratio: float = 0.15  # of reused documents, what is computed again
     answer: float = 2.0  # seconds from the first to the last token of an answer
     pooled: bool = False  # one cache of all
@@ -76,6 +79,7 @@ class Answered:
     reused_documents: float  # tokens
     lost_documents: float  # tokens of those that died with an engine, and have not been asked for since
     engine: str
+    places: Mapping[str, int] = field(default_factory=dict)  # tokens of reused documents after the beginning, by tier
 
 
 @dataclass(slots=True)
@@ -107,6 +111,12 @@ class Outcome:
     def ttft(self) -> float:
         """The mean, in seconds."""
         return mean(one.ttft for one in self.answered)
+
+    def share_of(self, place: str) -> float:
+        """Of the tokens of documents, what came from a tier."""
+        return sum(one.places.get(place, 0) for one in self.answered) / sum(
+            one.document_tokens for one in self.answered
+        )
 
     @property
     def reused(self) -> float:
@@ -155,8 +165,11 @@ class _Cache:
         return _Lru(tokens * self._sharing, lambda key, stored: self._changed(str(key), place, stored))
 
     def place(self, document: CutDocument) -> str:
-        """Return where a document is; an empty text if it is nowhere."""
-        return MEMORY if document.digest in self.memory else DISK if document.digest in self.disk else ""
+        """Return where a document is; an empty text if it is nowhere, or slower to read than to compute."""
+        if document.digest in self.memory:
+            return MEMORY
+        pays = self._fleet.pool_rate * (1 - self._fleet.ratio) > self._fleet.rate
+        return DISK if document.digest in self.disk else POOL if pays else ""
 
     def keep(self, cut: Cut) -> None:
         """Add the documents and blocks of an answered prompt to the cache."""
@@ -205,7 +218,7 @@ class _Engine:
         """Return what a prompt means for it now."""
         known = next((at for at, block in enumerate(cut.blocks) if block not in self.cache.gpu), len(cut.blocks))
         beginning = min(known * cut.block_tokens, cut.tokens - 1)
-        places = {MEMORY: 0.0, DISK: 0.0}
+        places = dict.fromkeys((MEMORY, DISK, POOL), 0.0)
         whole = learned = 0.0
         for one in cut.documents:
             behind = max(0.0, min(one.tokens, one.stop - beginning))  # tokens that are not in the beginning
@@ -220,7 +233,10 @@ class _Engine:
 
     def seconds(self, work: _Work) -> float:
         """Return how long it takes until the first token."""
-        return work.cost / self._fleet.rate + work.places.get(DISK, 0) / self._fleet.disk_rate
+        read = work.places.get(DISK, 0) / self._fleet.disk_rate
+        if POOL in work.places:
+            read += work.places[POOL] / self._fleet.pool_rate
+        return work.cost / self._fleet.rate + read
 
     def add(self, sent: _Sent) -> None:
         """Start a request."""
@@ -300,7 +316,9 @@ class Simulation:
             documents, away = (sum(one.tokens for one in of) for of in (sent.cut.documents, lost))
             reused, ttft = work.beginning + sum(work.places.values()), self._clock.now - sent.arrival.at
             self.outcome.answered.append(
-                Answered(sent.arrival.at, ttft, reused, documents, work.documents, away, engine.candidate.name)
+                Answered(
+                    sent.arrival.at, ttft, reused, documents, work.documents, away, engine.candidate.name, work.places
+                )
             )
         self._at(self._clock.now + work.learned / self._fleet.rate, partial(self._end_computing, engine, sent))
         self._at(self._clock.now + self._fleet.answer, partial(self._end_answer, engine, sent, work))

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 from lmc.router.policy import PromptRequest
@@ -57,10 +58,16 @@ def rag(
     topics: int = 0,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """Questions over documents. With `topics`, all documents of a prompt are of one topic."""
+    """Questions over documents. With `topics`, all documents of a prompt are of one topic.
+
+    Texts are made when they are first asked for, because most of a million documents never are.
+    """
     generator = random.Random(seed)
-    texts = [letters(generator, tokens) for _ in range(documents)]
-    generator.shuffle(texts)
+
+    @cache
+    def text(document: int) -> str:
+        return letters(random.Random(f"{seed} document {document}"), tokens)
+
     system = "Answer from the documents."
     every = zipf(documents if not topics else documents // topics, exponent)
     topical = zipf(topics, exponent) if topics else []
@@ -73,7 +80,7 @@ def rag(
             if one not in chosen:
                 chosen.append(one)
         question = f"question {number} {letters(generator, 30)}"
-        yield Arrival(at, PromptRequest(text=SPECIAL.join([system, *(texts[one] for one in chosen), question])))
+        yield Arrival(at, PromptRequest(text=SPECIAL.join([system, *map(text, chosen), question])))
 
 
 def chat(

@@ -2,11 +2,13 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 from urllib.error import URLError
@@ -50,7 +52,9 @@ class Program:
             except (URLError, OSError):
                 time.sleep(0.3)
         self._process.kill()
-        raise RuntimeError(f"it did not start:\n{self._log.read_text()[-3000:]}")
+        said = self._log.read_text()
+        errors = "\n".join(line for line in said.splitlines() if "Error" in line)  # The first one is the cause.
+        raise RuntimeError(f"it did not start:\n{errors[:3000]}\n{said[-1000:]}")
 
     def __enter__(self) -> Self:
         return self
@@ -58,6 +62,22 @@ class Program:
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
         self._process.wait(60)
+
+    def kill(self) -> None:
+        """Kill it and the processes that it has started with SIGKILL."""
+        for process in descendants(self._process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self._process.wait(60)
+
+
+def descendants(process: int) -> list[int]:
+    """Return a process and all that it and its children have started."""
+    children = Path(f"/proc/{process}/task").glob("*/children")
+    found = [process]
+    for one in [int(child) for path in children for child in path.read_text().split()]:
+        found += descendants(one)
+    return found
 
 
 class Server(Program):
@@ -69,13 +89,15 @@ class Server(Program):
         folder: Path,
         template: str | None = None,
         variables: Mapping[str, str] | None = None,
+        *,
+        port: int = 0,
         **settings: Any,
     ) -> None:
-        """Start it, with settings of lmc and `variables` of the environment.
+        """Start it, with settings of lmc and `variables` of the environment; without a `port`, at any free one.
 
         The administration is at a socket in `folder`, unless the variables say where.
         """
-        port = free_port()
+        port = port or free_port()
         variables = {"LMC_ADMIN": f"unix://{folder}/admin.sock", **(variables or {})}
         self.admin = admin_client(variables["LMC_ADMIN"])
         given = {"enable_blending": True, "max_local_cpu_size": 2, **settings}
