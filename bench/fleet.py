@@ -1,12 +1,12 @@
 """How many engines, how much memory, disk and pool do 10,000 or a million documents need? Simulated engines.
 
-    python bench/fleet.py [--requests 12000] [--keep]
+    python bench/fleet.py [--requests 4000] [--keep]
 
 The engines are those of `bench/router_sim.py`: about a model of 8 billion weights on one H100, which computes 20,000
 tokens a second, with KV of 128 KiB a token. The router's policy `documents` hears of all documents. Prompts have six
 documents of 300 tokens of a topic; topics and documents are asked for by Zipf's law (0.6). The first 40 % of the
-requests are not counted. An engine without a cache serves `PLAIN` of the requests a second, and half of that is sent.
-For each fleet, corpus and provision:
+requests are not counted. Engines learn documents in idle time, which takes nothing from requests. An engine without a
+cache serves `PLAIN` requests a second, and half of that is sent. For each fleet, corpus and provision:
 
     memory, disk, pool    share of the documents' tokens that came from there; the rest was computed
     ttft_ms               mean TTFT; `without`: the same traffic without a cache
@@ -40,12 +40,15 @@ def tokens(gib: float) -> float:
 
 
 # What each engine has: GiB of memory and of disk, and GiB a second that it reads from a pool with all documents.
+SMALL = Fleet(memory=tokens(16))
+WITH_DISK = replace(SMALL, disk=tokens(1024), disk_rate=tokens(6))
 PROVISIONS: Mapping[str, Fleet] = {
-    "64 GiB of memory": Fleet(memory=tokens(64)),
-    "and 2 TiB of disk": Fleet(memory=tokens(64), disk=tokens(2048), disk_rate=tokens(6)),
-    "and a pool, 1 GiB/s": Fleet(memory=tokens(64), disk=tokens(2048), disk_rate=tokens(6), pool_rate=tokens(1)),
-    "and a pool, 5 GiB/s": Fleet(memory=tokens(64), disk=tokens(2048), disk_rate=tokens(6), pool_rate=tokens(5)),
-    "memory, a pool, 20 GiB/s": Fleet(memory=tokens(64), pool_rate=tokens(20)),
+    "memory 16 GiB": SMALL,
+    "memory 64 GiB": Fleet(memory=tokens(64)),
+    "memory 16 GiB, disk 1 TiB": WITH_DISK,
+    "memory 16 GiB, disk 1 TiB, pool 2 GiB/s": replace(WITH_DISK, pool_rate=tokens(2)),
+    "memory 16 GiB, disk 1 TiB, pool 5 GiB/s": replace(WITH_DISK, pool_rate=tokens(5)),
+    "memory 16 GiB, pool 20 GiB/s": replace(SMALL, pool_rate=tokens(20)),
 }
 NOTHING = Fleet(gpu=1.0, memory=1.0)
 
@@ -54,7 +57,7 @@ def run(arrivals: Sequence[Arrival], fleet: Fleet, death: Death | None = None) -
     """Return the outcome of a fleet whose engines report their documents."""
     clock = Clock()
     policy = make("documents", cache_tokens=max(fleet.memory, fleet.disk), clock=clock)
-    return simulate(policy, arrivals, replace(fleet, events=True), clock, warm=WARM, death=death)
+    return simulate(policy, arrivals, replace(fleet, events=True, idle_learning=True), clock, warm=WARM, death=death)
 
 
 def row(arrivals: Sequence[Arrival], fleet: Fleet) -> dict[str, float]:
@@ -71,7 +74,7 @@ def row(arrivals: Sequence[Arrival], fleet: Fleet) -> dict[str, float]:
 
 def main() -> None:
     arguments = parser(__doc__, "fleet")
-    arguments.add_argument("--requests", type=int, default=12_000, help="for 16 engines; in proportion for others")
+    arguments.add_argument("--requests", type=int, default=4000, help="for 16 engines; in proportion for others")
     options = arguments.parse_args()
     found: dict[str, Any] = {}
     for engines in ENGINES:
@@ -84,7 +87,7 @@ def main() -> None:
             found[f"{engines} engines, {documents} documents"] = rows | {"without": round(1e3 * without.ttft, 1)}
             print(f"{engines} engines, {documents} documents: {1e3 * without.ttft:.1f} ms without a cache", flush=True)
             for name, one in rows.items():
-                print(f"    {name:26} {one}", flush=True)
+                print(f"    {name:40} {one}", flush=True)
     closing_line({"bench": "fleet", "by_fleet": found}, "fleet" if options.keep else None)
 
 

@@ -47,6 +47,7 @@ class Fleet:
     pool_rate: float = 0.0  # tokens that one engine reads from the pool in a second; 0 without a pool
     ratio: float = 0.15  # of reused documents, what is computed again
     answer: float = 2.0  # seconds from the first to the last token of an answer
+    idle_learning: bool = False  # whether they learn in idle time alone, which is then not counted
     pooled: bool = False  # one cache of all
     events: bool = False  # whether they publish where their documents are
 
@@ -225,7 +226,7 @@ class _Engine:
             whole += one.tokens - behind
             if behind and (place := self.cache.place(one)):
                 places[place] += behind
-            elif behind:
+            elif behind and not self._fleet.idle_learning:
                 learned += one.tokens
         loaded = sum(places.values())
         cost = cut.tokens - beginning - loaded * (1 - self._fleet.ratio)

@@ -73,7 +73,7 @@ def serve(
     certificate: Annotated[Path | None, typer.Option(help="PEM file with the certificate chain, for HTTPS")] = None,
     key: Annotated[Path | None, typer.Option(help="PEM file with the key of the certificate")] = None,
 ) -> None:
-    """Run a cache server: memory, disk and Redis for all engines of this host, which attach with LMC_SERVER.
+    """Run a cache server: memory, disk and remote tiers for all engines of this host, which attach with LMC_SERVER.
 
     Memory and tiers are those of the settings (max_local_cpu_size, local_disk, remote_url, ...). SIGTERM or
     Ctrl-C shuts the server down, after it has written chunks that are only in memory to the tiers. Engines continue

@@ -54,7 +54,7 @@ IGNORED: Mapping[str, str] = {
     "numa_mode": "memory lies where the starting process may allocate; numactl binds that process",
     "local_disk_path_sharding|gds_path_sharding": "one directory serves all devices",
     "use_odirect|disk_io_threads|use_gpu_connector_v3|.*_num_threads": "the store sizes its own threads and I/O",
-    "retrieve_locations|store_location": "device, memory, disk and Redis are asked in that order, and written to",
+    "retrieve_locations|store_location": "device, memory, disk, remote tiers are asked in that order, and written to",
     "internal_api_server.*|run_script_api_enabled|script_allowed_imports": _NO_PORT,
     "enable_kv_events": "the engine's own switch for KV events counts",
     "py_enable_gc|gc_.*": "the garbage collector is left as it is",
