@@ -20,7 +20,7 @@ from markdown_tables import table_rows
 from lmc.connectors.vllm.model_kinds import TESTED
 
 ROOT = Path(__file__).parents[1]
-PAGES = {"README": "README.md", "benchmarks": "docs/benchmarks.md"}
+PAGES = {"README": "README.md", "benchmarks": "docs/benchmarks.md", "scale": "docs/scale.md"}
 SCALES = 1, 100, 1000  # a share in percent, seconds in milliseconds
 
 
