@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 
 from lmc.documents.keeper import Keeper, PinnedShare
@@ -32,6 +32,7 @@ AHEAD_BYTES, AHEAD_SHARE = GIB, 8  # memory that an arena allocates ahead: at mo
 MAX_NAMESPACES = 1 << 14  # limit for remembered namespaces
 AHEAD_SECONDS = 0.005  # delay between the first stored chunk and the allocation of memory for the next chunks
 NO_MEMORY_SECONDS = 5.0  # during which an arena allocates no memory, after the system had none
+CLEARED_TOGETHER = 256  # chunks; chunks that are stored meanwhile do not wait for more deletions
 MAX_CHUNK_SIZES = 64  # limit for the different chunk sizes (in tokens) that are tried for a document
 
 complain = TierGuard().complain  # logs each kind of problem at most once a minute
@@ -142,14 +143,15 @@ class Arena:
 
     def clear(self, owners: Owners) -> set[ChunkKey]:
         """Remove all chunks of some owners from all tiers, with their pins; return the keys of these chunks."""
-        _, present = self.store.changes.present()
-        chunks = chain.from_iterable(present.values())
-        keys = {chunk.key for chunk in chunks if owners.cover(chunk.model, chunk.tenant)}
+        _, chunks = self.store.changes.listing()
+        keys = {chunk.key for _, chunk in chunks if owners.cover(chunk.model, chunk.tenant)}
         documents = [document for document in self.known.list() if owners.cover(document.model, document.tenant)]
         self.keeper.remove(documents)  # This includes documents that wait to be learned again.
-        for wait in (False, True):  # A chunk may have been loaded during its removal.
-            for key in keys:
-                self.store.forget(key, wait=wait)
+        remaining = iter(keys)
+        while some := list(islice(remaining, CLEARED_TOGETHER)):
+            for wait in (False, True):  # A chunk may have been loaded during its removal.
+                for key in some:
+                    self.store.forget(key, wait=wait)
         return keys
 
     def _evict_beyond(self, model: str, tenant: str, size: int) -> int:

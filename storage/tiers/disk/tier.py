@@ -548,7 +548,8 @@ class DiskTier:
         """
         with self._uses_lock:
             uses, self._uses = self._uses, {}
-        assert self._rows is not None, "only the owner of a directory notes uses"
+        if self._rows is None:  # Only the owner of a directory notes uses.
+            return
         remaining = iter(uses.items())
         while some := list(islice(remaining, USES_TOGETHER)):
             with self._lock:
