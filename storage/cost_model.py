@@ -272,7 +272,7 @@ class CostModel:
             pace = self._pace(offer.length) if measured is not None or not offer.revises else None
             if rate is None and offer.rows > CLEARLY_LESS_WORK * offer.tokens:
                 is_made = self._is_survey(("blend", *offer.size))
-                why = f"a blend would compute {offer.rows:.0f} tokens of {offer.tokens}, and none was measured"
+                why = f"a blend would compute {offer.rows:.0f} of {offer.tokens} tokens, which is probably not faster"
                 return "" if is_made else why
             if rate is not None and pace is not None:
                 blending = max(rate * offer.rows, self._loading(offer.records) or 0.0)

@@ -536,7 +536,7 @@ def test_a_size_whose_blends_compute_nearly_as_much_as_prefill_is_measured_now_a
     cost = CostModel(Clock(100.0))
     for _ in range(measured):
         cost.computed(1000, 1.0, 1000)
-    why = "a blend would compute 800 tokens of 1000, and none was measured"
+    why = "a blend would compute 800 of 1000 tokens, which is probably not faster"
     made = [cost.against_blend(blend_of(800), AUTO) for _ in range(2 * SURVEY_EVERY)]
     assert made == [*[why] * (SURVEY_EVERY - 1), ""] * 2
     assert is_blended(cost, blend_of(740))
