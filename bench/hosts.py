@@ -110,7 +110,7 @@ class Host:
     def stop(self) -> None:
         """Shut everything down, engines first."""
         for program in reversed(self._running):
-            program.__exit__()
+            program.stop()
         self._running = []
 
 

@@ -60,6 +60,10 @@ class Program:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Shut it down, and wait for its end."""
         self._process.terminate()
         self._process.wait(60)
 

@@ -7,7 +7,7 @@ that are present.
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -157,10 +157,7 @@ class ChangeLog(Changes):
     def present(self) -> tuple[int, dict[str, list[Chunk]]]:
         """Return the number of the last change, and the chunks in each place after it."""
         number, chunks = self.listing()
-        found: dict[str, list[Chunk]] = {}
-        for place, chunk in chunks:
-            found.setdefault(place, []).append(chunk)
-        return number, found
+        return number, by_place(chunks)
 
     def listing(self) -> tuple[int, Iterator[tuple[str, Chunk]]]:
         """Return the number of the last change, and an iterator over the places and chunks after it.
@@ -223,6 +220,14 @@ class ChangeLog(Changes):
                 chunk = new
             self._number += 1
             changes.append((chunk, name, new is not None))
+
+
+def by_place(chunks: Iterable[tuple[str, Chunk]]) -> dict[str, list[Chunk]]:
+    """Return the chunks of a listing by their places."""
+    found: dict[str, list[Chunk]] = {}
+    for place, chunk in chunks:
+        found.setdefault(place, []).append(chunk)
+    return found
 
 
 def media_steps(

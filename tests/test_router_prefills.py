@@ -89,7 +89,7 @@ def test_a_first_token_shows_that_the_prompts_before_it_are_computed(queue):
 
 
 def measure(queue, clock, seconds: float, *, streamed: bool = True, computed=None, generated=None) -> None:
-    """Let an engine answer a prompt of 1,000 tokens."""
+    """Send a prompt of 1,000 tokens to an engine, and record its answer."""
     prefill = queue.add(1000.0, streamed=streamed)
     clock.now += seconds
     queue.begin(prefill)

@@ -171,7 +171,7 @@ def test_a_request_goes_to_another_engine_if_the_process_that_computes_has_ended
         assert built.numbers("retries_total") == len(dead.seen) > 0
         other.__class__ = Dead
         status, answer = built.ask("/v1/completions", ask)
-        assert (status, answer["error"]["type"]) == (500, "InternalServerError"), "there is no other engine"
+        assert (status, answer["error"]["type"]) == (500, "InternalServerError"), "the model has one engine"
 
 
 def test_an_engine_that_is_back_gets_requests_at_its_next_health_check():

@@ -59,9 +59,8 @@ def replace(path: Path, lines: Sequence[str]) -> None:
 
 def keep_lines(path: Path, ids: Collection[str]) -> None:
     """Remove the lines about other documents than these. An `OSError` leaves the old file in place."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        lines = [line for line in file if (entry := parsed(line)) is not None and entry["id"] in ids]
-    replace(path, lines)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    replace(path, [f"{line}\n" for line in lines if (entry := parsed(line)) is not None and entry["id"] in ids])
 
 
 def forget_noted(directory: Path, ids: Collection[str], namespace: str | None = None) -> None:
@@ -75,9 +74,9 @@ def forget_noted(directory: Path, ids: Collection[str], namespace: str | None = 
         removed = set(ids)
         if namespace is not None:
             removed |= {entry["id"] for entry in entries if str(entry.get("namespace", "")).startswith(namespace)}
-        lines = [json.dumps(entry) + "\n" for entry in entries if entry["id"] not in removed]
-        replace(path, lines)
-        if not lines:
+        kept = {entry["id"] for entry in entries} - removed
+        keep_lines(path, kept)
+        if not kept:
             path.unlink()
 
 

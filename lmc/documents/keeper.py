@@ -111,9 +111,9 @@ class Keeper(DocumentKeeper):
         self._keys_of, self._learn, self._unqueue, self._size = keys_of, learn, unqueue, size
         self._kept: dict[str, KnownDocument] = {}  # id -> document that is pinned or has a time limit
         self._pins: Counter[ChunkKey] = Counter()  # counts documents, because those with the same prefix share chunks
-        self._foreign: list[str] = []  # lines about documents of other settings, which may be used again
+        self._foreign: dict[str, str] = {}  # id -> line about a document of other settings, which may be used again
         self._torn = False  # whether the file may end with half a line
-        self._stale = False  # whether the file has lines about documents that are no longer kept
+        self._stale = False  # whether the file has lines about documents without a pin and a time limit
         self._next_tidying = 0.0  # time from which these lines may be removed again
         self._mutex = threading.Lock()  # guards the fields above; held only for a moment
         # Prevents that a document is pinned or learned again while it is removed. Acquired before the other locks.
@@ -292,7 +292,7 @@ class Keeper(DocumentKeeper):
             keys = self._keys_of(namespace, tokens, documents_file.keys_of(entry.get("keys", "")))
             expires = float(expires or 0.0)
             if keys[-1].hex() != entry["id"]:  # An earlier process used another chunk_size.
-                self._foreign.append(json.dumps(entry) + "\n")
+                self._foreign[entry["id"]] = json.dumps(entry) + "\n"
                 return True
         except (ValueError, TypeError, KeyError, IndexError):  # lmc did not write this line.
             return True
@@ -338,7 +338,7 @@ class Keeper(DocumentKeeper):
             self._tidy()
 
     def _tidy(self) -> None:
-        """Remove the lines about documents that are no longer kept, so that their tokens leave the file."""
+        """Remove the lines about documents without a pin and a time limit, so that their tokens leave the file."""
         began = time.monotonic()
         with self._file:
             if not self._stale or self._path is None:
@@ -347,9 +347,8 @@ class Keeper(DocumentKeeper):
             if self._torn:
                 self._write()
                 return
-            foreign = [entry["id"] for entry in filter(None, map(documents_file.parsed, self._foreign))]
             with self._mutex:
-                ids = {*self._kept, *foreign}
+                ids = {*self._kept, *self._foreign}
             try:
                 documents_file.keep_lines(self._path, ids)
             except OSError as error:
@@ -368,7 +367,7 @@ class Keeper(DocumentKeeper):
         try:
             if lines is None or self._torn:
                 everything = [documents_file.line_about(document, whole=True) for document in self._all()]
-                documents_file.replace(self._path, [*everything, *self._foreign])
+                documents_file.replace(self._path, [*everything, *self._foreign.values()])
                 self._torn = False
             else:
                 documents_file.append(self._path, lines)

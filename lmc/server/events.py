@@ -1,12 +1,12 @@
 """The change log of a cache server as events, for subscribers that may miss events and can detect this."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
+from lmc.server.messages import batches
 from lmc.storage.change_log import Change, ChangeLog, Chunk
 
 MAX_EVENT_CHANGES = 500  # changes in an event
-T = TypeVar("T")
 
 
 class Event(NamedTuple):
@@ -33,25 +33,21 @@ class Events:
         if server == self._server and number.isdecimal():
             changes, complete = self._changes.since(int(number))
             if complete:
-                for part in _parts(changes):
+                for part in batches(changes, MAX_EVENT_CHANGES):
                     yield Event(
                         self._id(part[-1].number), "changes", {"changes": [_described(change) for change in part]}
                     )
                 return
-        newest, present = self._changes.present()
-        listing = _parts([(place, chunk) for place, chunks in present.items() for chunk in chunks]) or [[]]
+        newest, chunks = self._changes.listing()
+        listing = list(batches(list(chunks), MAX_EVENT_CHANGES)) or [[]]
         for i, batch in enumerate(listing):
             kind = "listing_goes_on" if i else "listing"
             complete_listing = i == len(listing) - 1  # A subscriber with a partial listing starts again.
-            chunks = [{"place": place, **_chunk(chunk)} for place, chunk in batch]
-            yield Event(self._id(newest) if complete_listing else "", kind, {"chunks": chunks})
+            described = [{"place": place, **_chunk(chunk)} for place, chunk in batch]
+            yield Event(self._id(newest) if complete_listing else "", kind, {"chunks": described})
 
     def _id(self, number: int) -> str:
         return f"{self._server}-{number}"
-
-
-def _parts(items: list[T]) -> list[list[T]]:
-    return [items[at : at + MAX_EVENT_CHANGES] for at in range(0, len(items), MAX_EVENT_CHANGES)]
 
 
 def _described(change: Change) -> dict[str, Any]:

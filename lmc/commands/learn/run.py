@@ -110,7 +110,7 @@ class LearnRun:
         """
         if (held_tokens := learner.held()) and not any(held_tokens.values()):
             return True  # Or it reports 0 until its first request.
-        every = max(1, -(-len(self._old) // PROBED_DOCUMENTS))
+        every = -(-len(self._old) // PROBED_DOCUMENTS)
         return any(learner.learn(document).computed for document in self._old[::every])
 
     def too_many(self, learner: Learner, share: float, chunk_size: int) -> str:

@@ -27,7 +27,7 @@ from lmc.server.client.attachment import Attachment
 from lmc.server.client.connection import Gone
 from lmc.server.client.remote_keeper import RemoteKeeper
 from lmc.server.client.remote_learning import RemoteLearning
-from lmc.storage.change_log import Change, Changes, Chunk
+from lmc.storage.change_log import Change, Changes, Chunk, by_place
 from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.contract import ChunkStore, Pin, PinState, Reservation, StoredChunk
 from lmc.storage.cost_model import CostModel
@@ -415,12 +415,12 @@ class _RemoteChanges(Changes):
 
     def present(self) -> tuple[int, dict[str, list[Chunk]]]:
         """See `Changes.present`."""
-        found: dict[str, list[Chunk]] = {}
+        unknown = 0, list[tuple[str, Chunk]]()
         with self._listing:
             connection = self._store.connection
-            number, chunks = self._store.ask_slowly(m.Present(first=True), (0, list[tuple[str, Chunk]]()))
-            while chunks:
-                for place, chunk in chunks:
-                    found.setdefault(place, []).append(chunk)
-                _, chunks = self._store.ask_slowly(m.Present(first=False), (0, list[tuple[str, Chunk]]()))
-        return connection * CHANGE_NUMBERS + number, found
+            number, batch = self._store.ask_slowly(m.Present(first=True), unknown)
+            chunks = list(batch)
+            while batch:
+                _, batch = self._store.ask_slowly(m.Present(first=False), unknown)
+                chunks += batch
+        return connection * CHANGE_NUMBERS + number, by_place(chunks)

@@ -546,10 +546,10 @@ class DiskTier:
 
         Their order is that of these uses. Relative to records that were read since, the order is not exact.
         """
-        with self._uses_lock:
-            uses, self._uses = self._uses, {}
         if self._rows is None:  # Only the owner of a directory notes uses.
             return
+        with self._uses_lock:
+            uses, self._uses = self._uses, {}
         remaining = iter(uses.items())
         while some := list(islice(remaining, USES_TOGETHER)):
             with self._lock:
