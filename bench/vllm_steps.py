@@ -12,6 +12,7 @@ seconds with it, so 1 is equally fast. The range in brackets holds 95 % of the m
     cached    one request whose prompt is in the engine's own cache
     new       one request with a new text, which lmc stores
     burst     16 requests at once with short new texts, which lmc stores
+    crowd     128 requests at once with shorter new texts: most of the time goes to steps with all of them
 
 lmc knows documents, and no new text has one. What is left to do after a request is done before the next one, so this
 shows the cost in the engine's own thread. `no_harm.py` compares whole engines.
@@ -33,6 +34,7 @@ from lmc.demo.random_model import machine
 NONE, IDLE, LMC = "none", "idle", "lmc"
 COUNT = 16  # tokens of an answer
 AT_ONCE, SHORT = 16, 200  # requests of a burst, and tokens of each prompt
+CROWD, SHORTER = 128, 32  # requests of a crowd, and tokens of each prompt
 RESAMPLED = 1000
 # The C library gives large tensors back to the kernel after every operation; see `vllm_overhead.py`.
 os.environ |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
@@ -41,6 +43,7 @@ WORKLOADS: dict[str, Callable[[Traffic, list[int]], list[list[int]]]] = {
     "cached": lambda _, asked: [asked],
     "new": lambda traffic, _: [traffic.nothing()],
     "burst": lambda traffic, _: [traffic.nothing()[:SHORT] for _ in range(AT_ONCE)],
+    "crowd": lambda traffic, _: [traffic.nothing()[:SHORTER] for _ in range(CROWD)],
 }
 
 

@@ -341,6 +341,20 @@ def test_decoded_tokens_are_kept_and_the_last_one_is_not(make):
     lab.finish(again)
 
 
+def test_a_chunk_that_an_answer_fills_is_saved_in_the_next_step(make):
+    lab = make()
+    request = lab.arrive("one", PLAIN[:6])
+    lab.admit(request)
+    saves = []  # numbers of computed tokens before the steps that save something
+    for token in range(20):
+        computed = request.num_computed_tokens
+        saves += [computed] if lab.compute(request, 1 if token else 6).saves else []
+        request.append([token])
+        lab.tables["one"] += [lab.pool.get_new_blocks(1)[0].block_id] if request.num_tokens % BLOCK == 1 else []
+    assert saves == [CHUNK, 2 * CHUNK, 3 * CHUNK]
+    lab.finish(request)
+
+
 def test_without_save_decode_cache_only_the_prompt_is_kept(make):
     lab = make(settings={"save_decode_cache": False})
     lab.serve("one", PLAIN[:6], output=range(20))

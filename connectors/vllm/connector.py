@@ -266,7 +266,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         """Open the store, now that all workers have reported."""
         workers = [facts[rank] for rank in sorted(facts)]
         cache = self._config.cache_config
-        parallel, settings = self._config.parallel_config, self.settings
+        parallel, speculative, settings = self._config.parallel_config, self._config.speculative_config, self.settings
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         if len(workers) != ranks:
             raise ConfigError(
@@ -307,6 +307,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             windows=self._windows,
             states=self._states,
             batch_tokens=self._config.scheduler_config.max_num_batched_tokens,
+            decode_tokens=1 + (speculative.num_speculative_tokens if speculative else 0),
             by_priority=self._config.scheduler_config.policy == "priority",
             longest=self._config.model_config.max_model_len,
             caches_prefixes=bool(cache.enable_prefix_caching),
@@ -527,7 +528,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
 
     def take_events(self) -> Iterable[Any]:
         """Return events for blocks that appeared in or left memory ("CPU") or disk ("STORAGE")."""
-        if self._scheduler is None:
+        if self._scheduler is None or self._scheduler.events is None:
             return ()
         return self._guarded("take_events", lambda: list(self._events()), [])
 

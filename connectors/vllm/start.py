@@ -38,6 +38,7 @@ class Setup:
     stages: tuple[int, ...]  # number of layers of each pipeline stage
     ranks: int  # number of workers
     batch_tokens: int  # maximal number of tokens that the engine computes in a step
+    decode_tokens: int = 1  # maximal number of tokens that a request that decodes computes in a step
     longest: int  # maximal number of tokens of a request; the model may lack RoPE angles for later positions
     by_priority: bool  # The engine serves requests by priority, and not in the order of arrival.
     blends: bool  # The model can be blended, and the settings allow it.

@@ -4,7 +4,7 @@ The scheduler's side has no other times.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ class EngineStep:
 
     at: float  # time at which the step was planned
     alone: bool  # lmc's workers compute nothing in this step.
-    requests: frozenset[str]
+    requests: Set[str]
     tokens: int
     prompts: int = 0  # number of prompt tokens
     reach: int = 0  # sum over prompt tokens of a length: a whole prompt of it costs the same per token
@@ -64,7 +64,8 @@ class PrefillPace:
 
         `requests` are the requests whose prompts may be computed in the step; all others decode.
         """
-        step = EngineStep(at=at, alone=alone, requests=frozenset(scheduled), tokens=sum(scheduled.values()))
+        # The keys are compared only around a prefill: a step that decodes hundreds of requests would wait for a copy.
+        step = EngineStep(at=at, alone=alone, requests=scheduled.keys(), tokens=sum(scheduled.values()))
         for name, request in requests.items():
             tokens = scheduled[name]
             if request.num_computed_tokens < request.num_prompt_tokens:
@@ -78,7 +79,7 @@ class PrefillPace:
         if len(self._steps) < 3:
             return
         one, two, now = self._steps
-        if not one.prefills or not (one.requests & two.requests and two.requests & now.requests):
+        if not one.prefills or one.requests.isdisjoint(two.requests) or two.requests.isdisjoint(now.requests):
             return
         if two.prefills and abs(one.prompts - two.prompts) <= LIKE * one.prompts:
             self._observe(two, now.at - two.at)

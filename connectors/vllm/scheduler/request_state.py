@@ -1,6 +1,7 @@
 """The state of one request on the scheduler's side."""
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -99,7 +100,8 @@ class RequestState:
     blended: dict[str, object] = field(default_factory=dict)
     loading_since: float = 0.0  # time at which the load or blend job was created
     answered: bool = False  # The first output token has been computed.
-    decodes: bool = False  # The prompt is computed: each step only checks whether a chunk is due to be saved.
+    decodes: bool = False  # The prompt is computed: steps only check whether a chunk is due to be saved.
+    watched_at: float = math.inf  # number of the step from which on it is watched again; see `WatchedRequests`
     # Measurements for the cost model
     begun: float | None = None  # time at which the engine or a worker began to compute the prompt
     alone: bool = True  # Nothing else has been computed since `begun`.

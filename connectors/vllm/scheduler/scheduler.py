@@ -42,6 +42,7 @@ from lmc.connectors.vllm.scheduler.request_state import RequestState, Role
 from lmc.connectors.vllm.scheduler.revision import Revision, depends_on_question
 from lmc.connectors.vllm.scheduler.roles import Roles
 from lmc.connectors.vllm.scheduler.save_queue import SaveQueue
+from lmc.connectors.vllm.scheduler.watched import WatchedRequests
 from lmc.connectors.vllm.start import Setup
 from lmc.documents.repeats import LineEnds
 from lmc.engine import Match, Plan
@@ -94,6 +95,7 @@ class Scheduler:
         self.events = KVEvents(changes, setup.block_size, setup.extra_keys) if setup.announces else None
         self._saves = SaveQueue(setup, self.pending, self.events)
         self._states: dict[str, RequestState] = {}
+        self._watched = WatchedRequests()
         self._blending: dict[str, RequestState] = {}  # requests that workers blend now, with all chunks in memory
         self._blended_tokens: dict[str, int] = {}  # of the prompts of all blends under way, by request
         # Requests with exact loads, by the hash of their first loaded block, until the engine computes them.
@@ -129,6 +131,7 @@ class Scheduler:
         if request.mm_features and self._setup.counts_images:
             state.stamp += self._process  # The same number stands for a different image in another process.
         self._states[state.id] = state
+        self._watched.add(state)
         self.counts["requests"] += 1
         self._repeated.arrived(state)  # before its block hashes are salted
         if self._is_short(state) or self._is_cached(state):
@@ -176,6 +179,7 @@ class Scheduler:
         if request.num_tokens == 1:
             return 0
         state.decodes = False  # A request that decoded before was preempted.
+        self._watched.add(state)
         if state.revision is not None and self._was_blended_meanwhile(state):
             self._claims.release(state)
             state.revision = None
@@ -438,11 +442,10 @@ class Scheduler:
         elif not self._blending:  # Otherwise a blended request will run.
             self.has_news = True
         self._next.saves = self._saves.take_saves()  # those of earlier steps: no first token waits for a copy
+        watched = self._watched.begin_step(scheduled)
         prefills: dict[str, Any] = {}  # requests whose prompts may be computed in this step
-        for request, tokens in scheduled.items():
-            state = self._states.get(request)
-            if state is None:
-                continue
+        for state in watched:
+            request, tokens = state.id, scheduled[state.id]
             computed = state.request.num_computed_tokens + tokens
             if not state.decodes:
                 prefills[request] = state.request
@@ -452,8 +455,10 @@ class Scheduler:
                 self._note_step(state)
             if computed >= state.save_at:
                 self._saves.save_due(state, computed, lambda request=request: tables(request))  # type: ignore[misc]
+            if state.decodes:
+                self._watched.rest(state, state.save_at - computed, max(tokens, self._setup.decode_tokens))
         self._next.saves += self._saves.take_urgent_saves()
-        loading = [state for state in self._states.values() if state.loading]
+        loading = [state for state in self._watched if state.loading]
         late = [state.id for state in loading if self._claims.give_up_late(state)]
         plan = self._next
         plan.slab = self._introduced = self._slab
@@ -465,7 +470,7 @@ class Scheduler:
         if learning or learning.under_way or backfill.waiting or backfill.under_way:
             self._plan_other_work(plan, idle=not (scheduled or loading or plan.loads))
         if len(loading) + len(scheduled) + len(plan.learn) + len(self.engine.learning.under_way) > 1:
-            for state in (*loading, *(self._states[name] for name in scheduled if name in self._states)):
+            for state in (*loading, *watched):
                 state.alone = False
         blending = any(state.approximate is not None for state in loading)
         self._pace.planned(self._setup.clock(), scheduled, prefills, alone=not (blending or plan.learn))
@@ -541,7 +546,7 @@ class Scheduler:
         self.abandon(request)
         state = self._states.get(request)
         if state is not None and not state.loading:
-            del self._states[request]
+            self._remove(state)
 
     def recover(self, report: StepReport, received: Iterable[str]) -> None:
         """Return the blocks of ended jobs and end the received loads, after an error in `reported`."""
@@ -555,7 +560,7 @@ class Scheduler:
             if state is not None:
                 state.loading = False
                 if state.request.is_finished():
-                    del self._states[request]
+                    self._remove(state)
 
     def _end_blends(self, received: Iterable[str], lost: Collection[str] | None = None) -> None:
         """End the blends of `received` requests, and return the blocks that they have borrowed.
@@ -1121,4 +1126,8 @@ class Scheduler:
     def _forget(self, state: RequestState) -> None:
         self._claims.release(state)
         self._end_exact_load(state)
+        self._remove(state)
+
+    def _remove(self, state: RequestState) -> None:
         del self._states[state.id]
+        self._watched.remove(state)
