@@ -105,6 +105,20 @@ def test_pages_are_copied_as_one_by_one(monkeypatch, layout, ratio, dtype, block
     assert not stages or calls == [1] * L, "a part is one copy"
 
 
+@pytest.mark.parametrize(("most", "calls"), [(1, 4), (2, 3), (3, 2), (100, 1)])
+def test_many_pages_take_a_bounded_amount_of_memory_on_the_gpu(monkeypatch, most, calls):
+    caches = caches_of(LAYOUTS[0])
+    pages, made = in_one_call(monkeypatch, caches, stages=True)
+    monkeypatch.setattr(paged, "STAGED_BYTES", most * pages.page_bytes[0] + 1)
+    moves = [Move([4], 0), Move([1, 2], 0), Move([3], 0), Move([0], 0)]
+    found, wanted = ([part_of(pages, 0, len(move.blocks)) for move in moves] for _ in range(2))
+    for move, part in zip(moves, wanted, strict=True):
+        Pages(caches, B).save(0, move.blocks, part)
+    pages.save_all(0, [move._replace(part=part) for move, part in zip(moves, found, strict=True)])
+    assert all(map(torch.equal, found, wanted))
+    assert len(made) == calls
+
+
 def test_without_memory_on_the_gpu_pages_are_copied_one_by_one(monkeypatch):
     caches = caches_of(LAYOUTS[0])
     pages, calls = in_one_call(monkeypatch, caches, stages=True)

@@ -28,18 +28,17 @@ class HookGuard:
         """
         self._raises, self._switches, self._handed_over = raises, switches, 0
         self.errors: Counter[str] = Counter()  # number of errors by hook
-        self._total = 0  # their sum, which each step asks for
 
     @property
     def off(self) -> bool:
         """Whether lmc has switched itself off."""
-        return self._total >= MAX_ERRORS
+        return self.errors.total() >= MAX_ERRORS
 
     @property
     def status(self) -> str:
         """The state of lmc in this process, for operators."""
         hooks = ", ".join(sorted(+self.errors))
-        return f"off: {self._total} errors in {hooks}; the log has the first of each" if self.off else "ok"
+        return f"off: {self.errors.total()} errors in {hooks}; the log has the first of each" if self.off else "ok"
 
     def run(self, hook: str, do: Callable[[], T], otherwise: T, repair: Callable[[], object] | None = None) -> T:
         """Return the result of `do`. If `do` raises an error, run `repair` and return `otherwise`."""
@@ -60,26 +59,30 @@ class HookGuard:
     @property
     def has_new_errors(self) -> bool:
         """Whether errors have occurred since the last call of `new_errors`."""
-        return self._total > self._handed_over
+        return self.errors.total() > self._handed_over
 
     def new_errors(self) -> int:
         """Return the number of errors since the last call."""
-        handed_over, self._handed_over = self._handed_over, self._total
+        handed_over, self._handed_over = self._handed_over, self.errors.total()
         return self._handed_over - handed_over
 
     def add(self, hook: str, count: int) -> None:
-        """Count errors that were caught and logged, for example by the guard of another process."""
+        """Count errors that the guard of another process has caught and logged."""
         was_off = self.off
         self.errors[hook] += count
-        self._total += count
+        self._log_switch(was_off=was_off)
+
+    def _count(self, hook: str, error: Exception) -> None:
+        was_off = self.off
+        self.errors[hook] += 1
+        if self.errors[hook] == 1:
+            log.error("lmc failed in %s; the request continues without lmc", hook, exc_info=error)
+        self._log_switch(was_off=was_off)
+
+    def _log_switch(self, *, was_off: bool) -> None:
         if self.off and not was_off and self._switches:
             log.error(
                 "lmc switched itself off after %d errors; vLLM continues without it. Restart the engine to use lmc "
                 "again, and report the errors logged above",
-                self._total,
+                self.errors.total(),
             )
-
-    def _count(self, hook: str, error: Exception) -> None:
-        if not self.errors[hook]:
-            log.error("lmc failed in %s; the request continues without lmc", hook, exc_info=error)
-        self.add(hook, 1)

@@ -97,6 +97,26 @@ def test_an_error_in_a_hook_is_a_miss(shared, lab, monkeypatch, name, when):
     assert all(agree(one, wanted) for one, wanted in zip(ask_all(lab), shared[1].values(), strict=True))
 
 
+def test_a_chunk_that_cannot_be_saved_fails_alone(lab, monkeypatch, caplog):
+    """The chunks of a step are saved together."""
+    tokens, pages, failed = words(600, 78), worker()._pages, []
+    copy = pages.save
+
+    def failing(layer, blocks, part):
+        failed[:] = failed or [tuple(blocks)]  # the first chunk of the first step
+        if tuple(blocks) in failed:
+            raise PlantedError("save")
+        copy(layer, blocks, part)
+
+    monkeypatch.setattr(pages, "save", failing)
+    before = lab.lmc.numbers()["stored_chunks"]
+    lab.ask(tokens)
+    lab.settle()
+    assert lab.lmc.numbers()["stored_chunks"] - before == -(-len(tokens) // lab.lmc.engine.chunk_size) - 1
+    assert caplog.text.count("lmc could not save a chunk") == 1
+    assert failed
+
+
 class Request:
     """A request that the engine does not have."""
 

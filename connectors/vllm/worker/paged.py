@@ -22,11 +22,12 @@ from lmc.blend.kernels.operations import Kernels
 from lmc.connectors.vllm import vllm_api
 from lmc.copies import Addresses, Copies, can_submit, merged, sent, stretches_of, submit_of
 from lmc.errors import UnsupportedModel
-from lmc.shapes import KV, KVShape
+from lmc.shapes import KV, MIB, KVShape
 
 log = logging.getLogger(__name__)
 
 TIMED_COPIES, TIMED_PAGES = 5, 256
+STAGED_BYTES = 64 * MIB  # GPU memory for the pages that are copied together through it
 PART_PAGES = 16  # number of pages in a part, for chunks of 256 tokens and pages of 16 tokens
 WIDEST = torch.complex128  # torch's type of 16 bytes, used only for copies
 # Types of the numbers in quantised KV caches with a scale for each layer, by vLLM's names.
@@ -132,7 +133,8 @@ class Pages:
             return False
         if self._stages:
             with suppress(torch.OutOfMemoryError):  # The fallback, separate copies of pages, needs no memory.
-                self._in_stages(layer, moves, to_pages=to_pages)
+                for some in _divided(moves, STAGED_BYTES // self.page_bytes[layer]):
+                    self._in_stages(layer, some, to_pages=to_pages)
                 return True
         self._issue(self.copies(layer, moves), to_gpu=to_pages)
         return True
@@ -341,6 +343,17 @@ def _address(part: torch.Tensor | int) -> int:
 
 def _blocks_of(moves: Sequence[Move]) -> Addresses:
     return np.concatenate([np.asarray(move.blocks, np.int64) for move in moves])
+
+
+def _divided(moves: Sequence[Move], pages: int) -> Iterator[Sequence[Move]]:
+    """Yield successive moves with at most `pages` pages together, or a single move with more."""
+    first = count = 0
+    for at, move in enumerate(moves):
+        count += len(move.blocks)
+        if count > pages and at > first:
+            yield moves[first:at]
+            first, count = at, len(move.blocks)
+    yield moves[first:]
 
 
 def _order(cache: torch.Tensor) -> tuple[int, ...]:

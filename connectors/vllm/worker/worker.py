@@ -293,15 +293,22 @@ class Worker:
         if not jobs:
             return
         with torch.inference_mode(), self._streams.behind(self._streams.save):
-            for job in jobs:
-                try:
-                    self._save(job)
-                except Exception as error:
-                    if not isinstance(error, ChunkLost):  # ChunkLost: a missing slab has already been logged.
-                        log.exception("lmc could not save a chunk")
-                    self._report.failed.add(job.job)
+            try:
+                self._save(jobs)
+            except Exception:  # noqa: BLE001 - Jobs that fail by themselves are logged and reported.
+                self._save_each(jobs)
             event = self._streams.event()
             self._copied += [(event, job.job) for job in jobs]
+
+    def _save_each(self, jobs: Sequence[SaveJob]) -> None:
+        """Save jobs one by one, after an error of all of them together, so that a bad job fails alone."""
+        for job in jobs:
+            try:
+                self._save([job])
+            except Exception as error:
+                if not isinstance(error, ChunkLost):  # ChunkLost: a missing slab has already been logged.
+                    log.exception("lmc could not save a chunk")
+                self._report.failed.add(job.job)
 
     def cancel(self, requests: set[str]) -> None:
         """Stop the work for requests that have ended. The engine frees their blocks when they are reported."""
@@ -513,13 +520,23 @@ class Worker:
         """Return the tokens and the block tables of a job, on the host."""
         return torch.tensor(job.tokens), [torch.tensor(table) for table in job.tables]
 
-    def _save(self, job: SaveJob) -> None:
+    def _save(self, jobs: Sequence[SaveJob]) -> None:
+        """Copy the pages of jobs, layer by layer.
+
+        A list of copies for each layer takes the host a tenth of the time of a list for each layer and job: 3 instead
+        of 35 ms for 32 chunks in 32 layers (AMD EPYC), while the next step waits to be launched.
+        """
+        unseen = [[passed_blocks(table) for table in job.tables] for job in jobs]
         for layer, group in enumerate(self._pages.group_of):
-            table, part = job.tables[group], self.part(job.slot, layer)
-            unseen = passed_blocks(table)
-            part[: unseen * self._pages.page_bytes[layer]].zero_()  # It would otherwise have bytes of another chunk.
-            if unseen < len(table):
-                self._pages.save_all(layer, [Move(table[unseen:], part, unseen)])
+            moves = []
+            parts = self._parts_of([job.slot for job in jobs], layer)
+            for job, part, passed in zip(jobs, parts, unseen, strict=True):
+                table, first = job.tables[group], passed[group]
+                if first:  # The part would otherwise have bytes of another chunk.
+                    self.part(job.slot, layer)[: first * self._pages.page_bytes[layer]].zero_()
+                if first < len(table):
+                    moves.append(Move(table[first:], part, first))
+            self._pages.save_all(layer, moves)
 
     def _save_tokens(self, slot: int, tables: list[torch.Tensor], positions: torch.Tensor) -> None:
         assert self._layers is not None
