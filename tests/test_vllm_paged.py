@@ -31,13 +31,15 @@ def part_of(pages: Pages, layer: int, count: int) -> torch.Tensor:
     return torch.full((count * pages.page_bytes[layer] + 64,), 0xAB, dtype=torch.uint8)
 
 
+@pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("ratio", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_pages_come_back_as_they_were_and_nothing_beside_them_changes(layout, ratio, dtype):
+def test_pages_come_back_as_they_were_and_nothing_beside_them_changes(layout, ratio, dtype, gathers):
     given = caches_of(layout, ratio=ratio, dtype=dtype)
     before = {name: cache.clone() for name, cache in given.items()}
     pages = Pages(given, B)
+    pages.gathers = gathers
     blocks, moved = [4, 1, 2], [0, 3, 5]
     parts = [part_of(pages, layer, 3) for layer in range(L)]
     for layer in range(L):
@@ -51,15 +53,33 @@ def test_pages_come_back_as_they_were_and_nothing_beside_them_changes(layout, ra
         assert torch.equal(rows[blocks], old[blocks])
 
 
+@pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_load_may_begin_at_any_page_of_the_part(layout):
+def test_a_load_may_begin_at_any_page_of_the_part(layout, gathers):
     given = caches_of(layout)
     pages = Pages(given, B)
+    pages.gathers = gathers
     part = part_of(pages, 1, 3)
     pages.save(1, [3, 4, 5], part)
     expected = given["layer 1"][[4, 5]].clone()
     pages.load(1, [0, 2], part, 1)
     assert torch.equal(given["layer 1"][[0, 2]], expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gathered_pages_of_a_part_are_those_that_are_copied_one_by_one(layout):
+    given, (wanted, found) = caches_of(layout), [caches_of(layout, fill=False) for _ in range(2)]
+    one_by_one, gathering = Pages(given, B), Pages(given, B)
+    gathering.gathers = True
+    parts = [part_of(one_by_one, 1, 4) for _ in range(2)]
+    one_by_one.save(1, [5, 1, 2, 0], parts[0])
+    gathering.save(1, [5, 1, 2, 0], parts[1])
+    assert torch.equal(*parts)
+    Pages(wanted, B).load(1, [0, 4], parts[0], 2)
+    gathering = Pages(found, B)
+    gathering.gathers = True
+    gathering.load(1, [0, 4], parts[0], 2)
+    assert torch.equal(wanted["layer 1"], found["layer 1"])
 
 
 @pytest.mark.parametrize(("one", "other"), list(itertools.combinations(LAYOUTS, 2)))

@@ -38,7 +38,7 @@ def place(parts: Sequence[KV], turn: Turn, slots: torch.Tensor, into: Paged) -> 
         rows = slice(at, at + len(part[0]))
         keys, values = (half.to(into.keys.device, non_blocking=True).transpose(0, 1) for half in part)  # [H, T, D]
         here, mine = slots[rows], turn.part(rows)
-        if into.table is None and len(here):
+        if into.table is None and len(here) and not here.is_cuda:  # The host would wait for a GPU to tell the slots.
             there = slice(int(here[0]), int(here[0]) + len(here))
             rotate(keys, mine, into.keys[0, :, there])
             into.values[0, :, there] = values

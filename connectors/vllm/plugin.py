@@ -68,3 +68,11 @@ def loaded_model() -> Any | None:
             return owner.get_model()  # type: ignore[union-attr]
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def bytes_of_steps() -> int:
+    """Return how many bytes of a GPU the engine's own steps need, as this process's worker has measured; 0 if unknown.
+
+    vLLM leaves them free beside the weights and the KV cache.
+    """
+    return int(getattr(_workers[0], "peak_activation_memory", 0)) if _workers else 0

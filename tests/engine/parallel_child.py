@@ -86,7 +86,7 @@ def without_memory(worker) -> None:
 
     make_room, empty = connector.make_room, torch.empty
 
-    def scarce(size, device, what):
+    def scarce(size, device, what, kept=0):
         def none_is_left(*shape, **options):
             torch.empty = empty
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -95,7 +95,7 @@ def without_memory(worker) -> None:
             worker.asked += 1
             if worker.asked > 2 and worker.rank == 1:
                 torch.empty = none_is_left
-        make_room(size, device, what)
+        make_room(size, device, what, kept)
 
     worker.asked, connector.make_room = 0, scarce
 

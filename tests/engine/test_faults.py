@@ -11,6 +11,7 @@ from lab import DOCUMENTS, PLAIN, PROMPT, Prompt, agree, answer, engine, facts
 from stepping import SECONDS, Clock, Gate, Steps, layers_of_lmc, only_on_disk, poison, threads_are_done
 from tier_wrappers import Delayed
 
+from lmc.connectors.vllm.worker import memory
 from lmc.connectors.vllm.worker.canvas import PagedCanvas
 from lmc.storage import loader
 
@@ -55,6 +56,20 @@ def store_plain(lab) -> None:
     lab.ask(PLAIN)
     lab.forget_prefixes()
     poison()
+
+
+# -- scarce memory ---------------------------------------------------------------------------------------------------
+
+
+def test_a_blend_that_would_take_the_memory_of_the_engines_own_steps_is_computed(lab, monkeypatch, caplog):
+    monkeypatch.setattr(memory, "_free", lambda device: 0)
+    found = lab.ask(PROMPT.tokens, PROMPT.blend(**EXACT))
+    assert right(lab, found, PROMPT.tokens)
+    assert "reused_tokens" not in facts(found)
+    assert "must stay free for the engine" in caplog.text
+    monkeypatch.undo()
+    lab.forget_prefixes()
+    assert facts(lab.ask(PROMPT.tokens, PROMPT.blend(**EXACT)))["reused_tokens"]
 
 
 # -- a slow disk ------------------------------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
 """The GPU memory for lmc's computations: how much is needed, and whether every rank has it."""
 
+import math
+
 import torch
 
 from lmc.blend.kernels.shift import MOST_EXAMPLES
 from lmc.blend.staging import SIDES
 from lmc.connectors.vllm.messages import BlendJob
 from lmc.connectors.vllm.worker.native import NativeLayers
-from lmc.connectors.vllm.worker.tensor_parallel import on_all_ranks
+from lmc.connectors.vllm.worker.tensor_parallel import on_all_ranks, several_ranks
 from lmc.errors import NoMemory
 from lmc.shapes import KV, MIB
 
@@ -19,19 +21,29 @@ def allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def make_room(size: int, device: torch.device, work: str) -> None:
-    """Reserve `size` bytes in the allocator of every rank, because `work` is computed next.
+def make_room(size: int, device: torch.device, work: str, kept: int = 0) -> None:
+    """Reserve `size` bytes of a GPU for `work`, which is computed next. `kept` more bytes stay free for the engine.
 
-    Raises `NoMemory` on every rank if one rank lacks the memory. An error on one rank in the middle of a layer would
-    leave the other ranks waiting.
+    With several ranks, each of them reserves the memory in its allocator, and all agree. An error on one rank in the
+    middle of a layer would leave the other ranks waiting. Raises `NoMemory` on every rank if one rank lacks the memory.
     """
-    try:
-        torch.empty(size, dtype=torch.uint8, device=device)
-        available = True
-    except RuntimeError:
-        available = False
+    available = _free(device) >= size + kept
+    if available and several_ranks():
+        try:
+            torch.empty(size, dtype=torch.uint8, device=device)
+        except RuntimeError:
+            available = False
     if not on_all_ranks(good=available):
-        raise NoMemory(f"{work} needs {size / MIB:.0f} MiB, and not every rank has that much free memory")
+        lacks = f"{kept / MIB:.0f} MiB must stay free for the engine, and not every rank has as much free memory"
+        raise NoMemory(f"{work} needs {size / MIB:.0f} MiB, {lacks}")
+
+
+def _free(device: torch.device) -> float:
+    """Return the bytes of a GPU that torch can still allocate; infinity on other devices, which have no such limit."""
+    if device.type != "cuda":
+        return math.inf
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def memory_for(layers: NativeLayers, job: BlendJob) -> int:

@@ -71,6 +71,9 @@ class Pages:
         self._stretches = [stretches_of(view[0]) for view in self._views]
         self._submit = submit_of(self._views[0].device)
         self._stages = False  # If true, parts are copied whole, and pages are moved on the GPU.
+        # Without a call for many copies, each part is one copy: the host waits for a copy of memory that is not
+        # page-locked, and a part has dozens of pages.
+        self.gathers = self._views[0].is_cuda
 
     def choose_copy_mode(self, seconds_of: Callable[[Callable[[], None]], float]) -> None:
         """Measure and choose the faster way to copy pages, if the device has a call for many copies.
@@ -171,11 +174,24 @@ class Pages:
 
     def save(self, layer: int, blocks: Sequence[int], part: torch.Tensor) -> None:
         """Copy the pages of `blocks` side by side into `part`, uint8 `[n]`."""
+        if self.gathers:
+            with suppress(torch.OutOfMemoryError):  # The fallback, separate copies of pages, needs no memory.
+                view, size = _wide(self._views[layer]), len(blocks) * self.page_bytes[layer]
+                side_by_side = view.index_select(0, _sent(blocks, view.device))
+                part[:size].copy_(side_by_side.flatten().view(torch.uint8), non_blocking=True)
+                return
         for at, start, count in _runs(blocks):
             self._in_part(layer, part, at, count).copy_(self._views[layer][start : start + count], non_blocking=True)
 
     def load(self, layer: int, blocks: Sequence[int], part: torch.Tensor, first: int) -> None:
         """Copy the pages of `part`, from its page `first` on, into `blocks`."""
+        if self.gathers:
+            with suppress(torch.OutOfMemoryError):
+                view, size = _wide(self._views[layer]), self.page_bytes[layer]
+                side_by_side = part[first * size : (first + len(blocks)) * size].to(view.device, non_blocking=True)
+                pages = side_by_side.view(view.dtype).view(len(blocks), *view.shape[1:])
+                view.index_copy_(0, _sent(blocks, view.device), pages)
+                return
         for at, start, count in _runs(blocks):
             source = self._in_part(layer, part, first + at, count)
             self._views[layer][start : start + count].copy_(source, non_blocking=True)
@@ -339,6 +355,10 @@ def token_access(attention: Any, cache: torch.Tensor, kernels: Kernels, computes
 
 def _address(part: torch.Tensor | int) -> int:
     return part if isinstance(part, int) else part.data_ptr()
+
+
+def _sent(blocks: Sequence[int], device: torch.device) -> torch.Tensor:
+    return sent(torch.from_numpy(np.asarray(blocks, np.int64)), device)
 
 
 def _blocks_of(moves: Sequence[Move]) -> Addresses:

@@ -1,8 +1,13 @@
 """Tensor parallelism: all ranks must take the same steps, because they meet in collective operations."""
 
+from datetime import timedelta
+
 import torch
 
 from lmc.connectors.vllm.vllm_api import get_tp_group
+
+# At start, a rank waits no longer than this for the others: compilers take minutes, and not on all ranks as long.
+MEET_SECONDS = 300.0
 
 
 def several_ranks() -> bool:
@@ -50,3 +55,18 @@ def on_all_ranks(*, good: bool) -> bool:
     votes = torch.tensor([int(good)])
     torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN, get_tp_group().cpu_group)
     return bool(votes.item())
+
+
+def meet_all_ranks(*, good: bool) -> bool:
+    """Wait for every rank, and return whether `good` is true on every rank.
+
+    Raises `RuntimeError` if a rank does not come in `MEET_SECONDS` seconds, because it waits for another rank
+    elsewhere. Without it, the start would hang.
+    """
+    if several_ranks():
+        try:
+            torch.distributed.monitored_barrier(get_tp_group().cpu_group, timedelta(seconds=MEET_SECONDS))
+        except RuntimeError as error:
+            hint = "see the errors above, and start vLLM without blending (enable_blending: false)"
+            raise RuntimeError(f"the self-test of lmc has ended on some ranks only: {hint}") from error
+    return on_all_ranks(good=good)

@@ -38,6 +38,7 @@ from lmc.connectors.vllm.messages import (
 )
 from lmc.connectors.vllm.model_identity import layout_of, weights_in_memory
 from lmc.connectors.vllm.model_kinds import TESTED, groups_of
+from lmc.connectors.vllm.plugin import bytes_of_steps
 from lmc.connectors.vllm.vllm_api import get_pp_group, get_tensor_model_parallel_rank, get_tp_group
 from lmc.connectors.vllm.worker.canvas import COPY_COST, BatchRows, PagedCanvas, prefill_alone, read_tokens
 from lmc.connectors.vllm.worker.memory import allocated, make_room, memory_for
@@ -46,6 +47,7 @@ from lmc.connectors.vllm.worker.paged import Move, Pages
 from lmc.connectors.vllm.worker.rank_slab import RankSlab
 from lmc.connectors.vllm.worker.selftest import prove_model, run_full_batch
 from lmc.connectors.vllm.worker.streams import LayerLoads, Streams, divided, seconds_of
+from lmc.connectors.vllm.worker.tensor_parallel import meet_all_ranks, on_all_ranks
 from lmc.connectors.vllm.worker.work import Cost, Work
 from lmc.copies import Addresses, sent
 from lmc.engine import Piece
@@ -102,6 +104,7 @@ class Worker:
         self._rows = BatchRows(layer=self._step_tokens)
         self._rows_that_end = float(ROWS_THAT_END)
         self._batch_bytes = 0  # number of bytes that a layer needs on a GPU for a batch of full size
+        self._engine_bytes = 0  # number of bytes that the engine's own steps need on a GPU
 
     # -- start -------------------------------------------------------------------------------------------------------
 
@@ -116,6 +119,7 @@ class Worker:
         cache = next(iter(caches.values()))
         self._device = cache.device
         self._streams = Streams(self._device)
+        self._engine_bytes = bytes_of_steps()
         self._pages.choose_copy_mode(seconds_of)
         if self._device.type != "cuda":  # On a GPU, kernels may have buffers for the tokens of one step only.
             self._rows = BatchRows(layer=max(MIN_ROWS, self._step_tokens))
@@ -158,11 +162,15 @@ class Worker:
                 self._batch_bytes = run_full_batch(
                     layers, min(self._rows.layer, self._config.model_config.max_model_len - 1)
                 )
+            refused = ""
         except UnsupportedModel as error:
-            return str(error)
+            refused = str(error)
         except Exception as error:
             log.exception("lmc could not run the self-test of this model")
-            return f"the self-test raised {type(error).__name__}: {error}"
+            refused = f"the self-test raised {type(error).__name__}: {error}"
+        # After an error on this rank alone, the other ranks may wait for it in the middle of a layer.
+        if not meet_all_ranks(good=not refused):
+            return refused or "the self-test failed on another rank"
         if layers.architecture not in TESTED:
             text = "%s has not been tested with lmc: it has passed the self-test, and is blended"
             log.warning(text, layers.architecture)
@@ -274,18 +282,23 @@ class Worker:
             and address is not None
             and (not address.lifeline or plan.loads or plan.saves or plan.learn)
         ):
+            slab = None
             try:
-                self._slab = RankSlab(address, self._unmap)
+                slab = RankSlab(address, self._unmap)
             except StorageError as error:
-                # Other ranks may have mapped it, and would wait for this rank.
-                if not address.lifeline or self._ranks > 1:
+                if not address.lifeline:
                     raise
                 log.warning("could not map the memory of the cache server, so nothing is loaded: %s", error)
+            # Blends are computed by all ranks or by none.
+            self._slab = slab if on_all_ranks(good=slab is not None) else None
 
     def _unmap(self, at: SlabAddress) -> None:
-        """Unmap the slab of a cache server that has ended, even in an idle engine, so that its memory is freed."""
+        """Unmap the slab of a cache server that has ended, even in an idle engine, so that its memory is freed.
+
+        Several ranks unmap it when the plan has another slab, because they must map and unmap in the same step.
+        """
         under_way = self._loading or self._learning or self._copied or self._ended
-        if self._slab is not None and self._slab.at == at and not under_way:
+        if self._ranks == 1 and self._slab is not None and self._slab.at == at and not under_way:
             self._slab = None
 
     def save(self, jobs: list[SaveJob]) -> None:
@@ -379,8 +392,11 @@ class Worker:
         """
         done, among_ranks = 0, work.computes and self._ranks > 1
         try:
-            if among_ranks:  # Between two slices, the engine may use memory that was reserved for the job before.
-                make_room(self._batch_bytes + max(work.memory, 0), self._device, work.computes)
+            # Between two slices, the engine may use memory that was reserved for the job before. One rank fails alone,
+            # so it looks only at the beginning.
+            if among_ranks or (work.computes and not work.largest):
+                need = self._batch_bytes + max(work.memory, 0)
+                make_room(need, self._device, work.computes, kept=self._engine_bytes)
             before = allocated(self._device) if among_ranks else 0
             while (not done or done + work.coming <= left) and (cost := work.next_slice()):
                 done += cost
