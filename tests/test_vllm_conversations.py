@@ -9,7 +9,7 @@ from vllm_fakes import BLOCK, DOC_A, DOC_B, SEPARATOR, Lab, Request, hashes_of, 
 
 from lmc.blend.segments import Placement, Span
 from lmc.connectors.vllm.messages import StepReport
-from lmc.connectors.vllm.scheduler import backfill, balance, isolation, scheduler
+from lmc.connectors.vllm.scheduler import backfill, balance, follow_ups, isolation, scheduler
 from lmc.connectors.vllm.scheduler.idle import MAX_PAUSE_SECONDS
 from lmc.connectors.vllm.scheduler.isolation import OwnBlends, SaltedHashes, add_salt, set_hashes
 from lmc.storage.cost_model import BlendOffer, CostModel
@@ -432,7 +432,7 @@ def test_without_free_blocks_for_copies_a_turn_shares_the_blocks(lab: Lab) -> No
 
 def test_blocks_that_are_evicted_while_the_engine_allocates_are_computed(lab: Lab, monkeypatch) -> None:
     turn, _ = asked(lab)
-    monkeypatch.setattr(lab.scheduler, "_can_revise", lambda *_: True)
+    monkeypatch.setattr(follow_ups.FollowUps, "_can_revise", lambda *_: True)
     request = lab.arrive("second", turn)
     local = lab.look(request)
     tokens = lab.scheduler.claim(request, local)
@@ -531,7 +531,7 @@ def test_another_question_is_computed_without_free_blocks_for_copies(make) -> No
     held = lab.pool.get_new_blocks(lab.pool.get_num_free_blocks() - 2 * blocks + 4)
     request = lab.serve("second", other_question(601))
     lab.pool.free_blocks(held)
-    assert (request.loaded, (request.facts or {}).get("note")) == (0, scheduler.REPEATED)
+    assert (request.loaded, (request.facts or {}).get("note")) == (0, follow_ups.REPEATED)
     lab.check()
 
 
@@ -734,7 +734,7 @@ def test_another_question_is_computed_once_revisions_have_cost_half_of_prefill(w
         requests.append(weighing.serve(f"{number}", other_question(number)))
         weighing.drop_backfills()
     assert [request.loaded > 0 for request in requests] == [True, True, True, False, False]
-    assert [(request.facts or {}).get("note") for request in requests[2:]] == [None, scheduler.REPEATED, None]
+    assert [(request.facts or {}).get("note") for request in requests[2:]] == [None, follow_ups.REPEATED, None]
     request = weighing.arrive("last", other_question(605))
     assert weighing.look(request) > len(DOC_A) + len(DOC_B)
     weighing.finish(request)
@@ -750,7 +750,7 @@ def test_a_later_turn_is_computed_once_revisions_have_cost_half_of_prefill(weigh
         turn = later_turn(turn)
         weighing.drop_backfills()
     assert made == [1, 2, 3, 3, 3, 3]
-    assert notes == [None, None, None, scheduler.REPEATED, None, None]
+    assert notes == [None, None, None, follow_ups.REPEATED, None, None]
     plain = weighing.arrive("plain", turn, {"blend": False})
     assert weighing.look(plain) > len(turn) - len(NEXT) - BLOCK, "the last turns are exact, for every request"
     weighing.finish(plain)
@@ -901,7 +901,7 @@ def test_prompts_are_computed_while_conversations_cost_more_with_blends_than_wit
     monkeypatch.setattr(balance, "FIRST_BLENDS", 3)
     monkeypatch.setattr(balance, "TRIAL_EVERY", 4)
     notes = [conversation(weighing, number, 6, idle=False) for number in range(600, 611)]
-    skipped = scheduler.UNPROFITABLE
+    skipped = follow_ups.UNPROFITABLE
     assert notes == ["", "", "", skipped, skipped, skipped, "", skipped, skipped, skipped, ""]
     counts = weighing.scheduler.counts
     assert counts["blends_skipped"] == 6
@@ -924,7 +924,7 @@ def test_other_questions_about_the_same_documents_count_as_what_blends_cost(
     weighing: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(balance, "FIRST_BLENDS", 1)
-    for number, why in ((600, None), (601, scheduler.UNPROFITABLE)):
+    for number, why in ((600, None), (601, follow_ups.UNPROFITABLE)):
         for question in range(610, 618):
             tokens = prompt(DOC_A, DOC_B, DOC_C, system=[5, 6, 7, 8, number], question=[70, 71, 72, 73, question])
             request = weighing.serve(f"{number}.{question}", tokens)
@@ -940,7 +940,7 @@ def test_a_turn_that_is_computed_instead_of_revised_counts_as_what_blends_cost(
     monkeypatch.setattr(CostModel, "against_blend", lambda _, offer, policy: "slow" if offer.revises else "")
     assert conversation(weighing, 600, 2, idle=False) == ""
     assert weighing.scheduler.counts["blends"] == 1
-    assert conversation(weighing, 601, 1, idle=False) == scheduler.UNPROFITABLE
+    assert conversation(weighing, 601, 1, idle=False) == follow_ups.UNPROFITABLE
 
 
 def test_the_balance_counts_costs_only_if_there_are_any() -> None:

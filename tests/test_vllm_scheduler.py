@@ -41,9 +41,10 @@ from lmc.blend.segments import Span
 from lmc.connectors.vllm.messages import BlendJob, LoadJob, StepReport
 from lmc.connectors.vllm.model_identity import layout_of, model_identity
 from lmc.connectors.vllm.scheduler import claims, roles
+from lmc.connectors.vllm.scheduler.admission import MAX_TURN_SECONDS
 from lmc.connectors.vllm.scheduler.idle import MAX_PAUSE_SECONDS
 from lmc.connectors.vllm.scheduler.request_state import Role
-from lmc.connectors.vllm.scheduler.scheduler import MAX_LEARN_SECONDS, MAX_TURN_SECONDS
+from lmc.connectors.vllm.scheduler.scheduler import MAX_LEARN_SECONDS
 from lmc.engine import CacheEngine, NewChunk, promotion
 from lmc.engine.identity import adapter_stamp
 from lmc.errors import ConfigError

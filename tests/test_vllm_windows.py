@@ -7,8 +7,9 @@ from storage_fakes import DictTier
 from vllm_fakes import BLOCK, CHUNK, DOC_A, DOC_B, LAYERS, PLAIN, SYSTEM, Lab, Pool, page, prompt, state_of
 
 from lmc.connectors.vllm.messages import BlendJob
+from lmc.connectors.vllm.scheduler.admission import MAX_TURN_SECONDS
 from lmc.connectors.vllm.scheduler.kv_groups import KVGroups
-from lmc.connectors.vllm.scheduler.scheduler import LACKS_BLOCKS, MAX_TURN_SECONDS
+from lmc.connectors.vllm.scheduler.scheduler import LACKS_BLOCKS
 
 WINDOW = 6
 LONG = [*SYSTEM, *range(600, 615)]  # 5 blocks before the documents

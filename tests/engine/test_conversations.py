@@ -9,7 +9,7 @@ from lab import BLOCK, PROMPT, agree, answer, facts, words
 from stepping import Steps
 
 from lmc.blend.markers import Markers
-from lmc.connectors.vllm.scheduler import jobs, scheduler
+from lmc.connectors.vllm.scheduler import follow_ups, jobs, scheduler
 
 HEADER = (1001, 1002, 1003)  # what the chat template of these conversations writes before an answer
 TOKENS = [*PROMPT.tokens, *HEADER]
@@ -64,7 +64,7 @@ def revise(lab, monkeypatch):
             job = jobs.job_of(*given, **named)
             return replace(job, policy=replace(job.policy, ratio=ratio)) if job.own else job
 
-        monkeypatch.setattr(scheduler, "depends_on_question", lambda policy: True)
+        monkeypatch.setattr(follow_ups, "depends_on_question", lambda policy: True)
         monkeypatch.setattr(scheduler, "job_of", job_of)
 
     return revise

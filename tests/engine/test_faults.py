@@ -11,6 +11,7 @@ from lab import DOCUMENTS, PLAIN, PROMPT, Prompt, agree, answer, engine, facts
 from stepping import SECONDS, Clock, Gate, Steps, layers_of_lmc, only_on_disk, poison, threads_are_done
 from tier_wrappers import Delayed
 
+from lmc.connectors.vllm.scheduler.admission import Admission
 from lmc.connectors.vllm.worker import memory
 from lmc.connectors.vllm.worker.canvas import PagedCanvas
 from lmc.storage import loader
@@ -111,7 +112,7 @@ def test_a_load_that_stalls_in_its_middle_is_given_up(lab, steps, monkeypatch, w
 def test_a_load_that_stalls_is_given_up_though_others_still_wait_for_it(lab, steps, monkeypatch):
     """With a tier that hangs and a popular prefix there is always a newer request that reads the same chunk."""
     monkeypatch.setattr(loader, "READ_AHEAD_BYTES", 1)
-    monkeypatch.setattr(lab.lmc, "_waits_for_same_load", lambda *_: False)  # It also loads something else.
+    monkeypatch.setattr(Admission, "waits_for_same_load", lambda *_: False)  # It also loads something else.
     store_plain(lab)
     only_on_disk(lab)
     clock, gate = Clock(lab), Gate(lab, parts=1)

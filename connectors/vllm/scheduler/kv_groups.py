@@ -87,6 +87,10 @@ class KVGroups:
             found = shorter
         return found
 
+    def cached_tokens(self, hashes: Sequence[bytes]) -> int:
+        """Return after how many tokens of these blocks the engine can continue from its own prefix cache."""
+        return self.cached(hashes) * self.block_size
+
     def cached_in(self, groups: Sequence[int], hashes: Sequence[bytes]) -> int:
         """Return how many of these blocks, from the first on, are in the engine's prefix cache in all of `groups`."""
         absent = (n for n, one in enumerate(hashes) if groups and not self.pool.get_cached_block(one, groups))

@@ -20,18 +20,15 @@ import os
 import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from lmc.blend.segments import Placement, Span, ends_with_result, last_question
-from lmc.blend.strategies import NEEDS_QUESTION
-from lmc.blend.turn_headers import occurrences
 from lmc.connectors.vllm.messages import BLEND_SHARE, StepPlan, StepReport
+from lmc.connectors.vllm.scheduler.admission import Admission
 from lmc.connectors.vllm.scheduler.backfill import Backfill
-from lmc.connectors.vllm.scheduler.balance import Balances
 from lmc.connectors.vllm.scheduler.claims import Claims, fewest_tokens
+from lmc.connectors.vllm.scheduler.follow_ups import REPEATED, FollowUps
 from lmc.connectors.vllm.scheduler.idle import REST_SECONDS
-from lmc.connectors.vllm.scheduler.isolation import OwnBlend, OwnBlends, add_salt, salt_of, set_hashes
+from lmc.connectors.vllm.scheduler.isolation import set_hashes
 from lmc.connectors.vllm.scheduler.jobs import end_of_pages, is_blend, job_of, own_pieces, sources_of
 from lmc.connectors.vllm.scheduler.kv_events import BlocksMoved, KVEvents
 from lmc.connectors.vllm.scheduler.kv_groups import KVGroups
@@ -39,7 +36,6 @@ from lmc.connectors.vllm.scheduler.pending import PendingTransfers
 from lmc.connectors.vllm.scheduler.prefill_pace import PrefillPace
 from lmc.connectors.vllm.scheduler.repeated import RepeatedTexts
 from lmc.connectors.vllm.scheduler.request_state import RequestState, Role
-from lmc.connectors.vllm.scheduler.revision import Revision, depends_on_question
 from lmc.connectors.vllm.scheduler.roles import Roles
 from lmc.connectors.vllm.scheduler.save_queue import SaveQueue
 from lmc.connectors.vllm.scheduler.watched import WatchedRequests
@@ -49,26 +45,14 @@ from lmc.engine import Match, Plan
 from lmc.engine.identity import adapter_stamp
 from lmc.metrics import flat, key
 from lmc.storage.contract import PinState
-from lmc.storage.cost_model import BlendOffer, LoadPolicy
 from lmc.storage.memory.slab import SlabAddress
 
 log = logging.getLogger(__name__)
 
 BlockTables = Callable[[str], Sequence[Sequence[int]]]  # returns the block tables of a scheduled request
 
-# The note of a prompt that repeats the documents of an earlier blend in the same order. It is computed exactly, so that
-# later prompts find its blocks in the engine's own cache.
-REPEATED = "its documents are computed, so that the engine's own cache has them for further prompts with this beginning"
-UNPROFITABLE = (
-    "stored documents were computed: recent blends cost later requests more than they saved, because the engine was "
-    "not idle between them"
-)
 LACKS_BLOCKS = "stored documents were computed, because the engine has too few free blocks for a blend"
 RECENT = 1000  # requests whose facts are kept
-BEGUN = 16  # maximal number of tokens that a chat template writes after the header of the next answer
-REVISED_SHARE = 0.5  # When revisions of a blend have computed this share of its tokens, the next prompt is computed.
-STEPS_OF_BLENDS = 2  # The prompts of the blends under way have at most as many tokens as this number of steps.
-MAX_TURN_SECONDS = 20.0  # A prompt waits no longer than this for the blends of earlier requests.
 MAX_LEARN_SECONDS = 600.0  # A request to learn waits no longer than this for the engine's blocks.
 SPARE = 0.5  # share of an engine's blocks that must be free before it learns documents of other engines
 AWAKE_SECONDS = 1.0  # An engine that computed something within this time makes steps, and can learn in them.
@@ -96,12 +80,6 @@ class Scheduler:
         self._saves = SaveQueue(setup, self.pending, self.events)
         self._states: dict[str, RequestState] = {}
         self._watched = WatchedRequests()
-        self._blending: dict[str, RequestState] = {}  # requests that workers blend now, with all chunks in memory
-        self._blended_tokens: dict[str, int] = {}  # of the prompts of all blends under way, by request
-        # Requests with exact loads, by the hash of their first loaded block, until the engine computes them.
-        self._exact_loads: dict[bytes, RequestState] = {}
-        self._waiting_blocks = 0  # blocks for prompts that wait, in this step, for blends of earlier requests
-        self._a_blend_waits = False  # In this step, a blend waits because enough others are under way.
         self.recent: OrderedDict[str, Mapping[str, Any]] = OrderedDict()  # facts of requests that have ended
         self._next = StepPlan()  # the plan of the next step, as far as it is known
         self._introduced: SlabAddress | None = None  # the slab that the workers know
@@ -111,13 +89,12 @@ class Scheduler:
         self.off = False  # lmc is switched off: nothing is loaded, saved or learned for new requests.
         if setup.blends and setup.settings.blend_learn:
             self.engine.share_learning(self._has_time)
-        self._own_blends = OwnBlends(setup.block_size, len(setup.pool.blocks))
         self._backfill = Backfill(setup, self.pending)
-        self._balances = Balances()
+        self._follow_ups = FollowUps(setup, self._claims, self._backfill, self._states, self._line_ends)
+        self._admission = Admission(setup, self._claims, self._states)
         self._adapters: dict[tuple[int, str], bytes] = {}
         self._process = os.urandom(32)
         self._few = fewest_tokens(setup)  # If the engine lacks no more, lmc does not look for stored chunks.
-        self._weighs_blends = setup.settings.load_policy != LoadPolicy.ALWAYS.value and setup.caches_prefixes
 
     # -- requests come and go ----------------------------------------------------------------------------------------
 
@@ -150,12 +127,12 @@ class Scheduler:
         if state.role is Role.BLEND:
             state.exact_hashes = list(request.block_hashes)
             state.stored_exactly = match.exact[-1].stop if match.exact else 0
-            exact = max(state.stored_exactly, self._cached(request))
-            if not self._continue_own_blend(state, exact):
-                state.refused = self._why_computed(state, match, exact)
+            exact = max(state.stored_exactly, self._groups.cached_tokens(request.block_hashes))
+            if not self._follow_ups.continue_blend(state, exact):
+                state.refused = self._follow_ups.why_computed(state, match, exact)
             elif state.revision is not None:
                 match = self._claims.look(state)
-        self._claims.prefetch(state, match, self._cached(request))
+        self._claims.prefetch(state, match, self._groups.cached_tokens(request.block_hashes))
         if state.memory_only and state.skipped:
             self.counts["loads_skipped"] += 1
 
@@ -180,10 +157,10 @@ class Scheduler:
             return 0
         state.decodes = False  # A request that decoded before was preempted.
         self._watched.add(state)
-        if state.revision is not None and self._was_blended_meanwhile(state):
+        if state.revision is not None and self._follow_ups.was_blended_meanwhile(state):
             self._claims.release(state)
             state.revision = None
-        if state.revision is not None and not self._still_revises(state, state.revision, local):
+        if state.revision is not None and not self._follow_ups.still_revises(state, state.revision, local):
             return None
         if state.cached and state.revision is None:
             if local > request.num_tokens - self._few:
@@ -197,12 +174,12 @@ class Scheduler:
 
     def _claim(self, state: RequestState, local: int) -> Plan | None:
         """Return a request's plan, whose chunks are pinned; None if the engine has to ask again in its next step."""
-        if self._awaits_load(state) or self._waits_its_turn(state, local) or self._waits_for_blends(state, local):
+        if self._admission.waits(state, local):
             return None
         if state.waiting_since is None:
             self._claims.wait_from_now(state)
         self._claims.note_progress(state)
-        if state.claim is None and (self._claims.waits(state) or self._waits_for_own_blend(state, local)):
+        if state.claim is None and (self._claims.waits(state) or self._follow_ups.waits_for_blend(state, local)):
             return None
         if state.claim is None or state.claim.match.local != local:
             state.claim = self._claims.make(state, local)
@@ -211,14 +188,14 @@ class Scheduler:
             if state.revision is not None and not own_pieces(plan):  # Computing exactly is expected to be faster.
                 state.shared_with_blend, state.revision = state.revision.stop, None
             state.is_blend = is_blend(plan)
-            if self._waits_for_blends(state, local) or self._waits_for_same_load(state, plan):
+            if self._admission.waits_for_blends(state, local) or self._admission.waits_for_same_load(state, plan):
                 return None
             tokens = request.num_tokens - plan.stop
             state.is_long = tokens * BLEND_SHARE >= self._setup.batch_tokens and not request.num_preemptions
-            if state.is_long and self._waits_its_turn(state, local):
+            if state.is_long and self._admission.waits_its_turn(state, local):
                 return None
-            if self._lacks_blocks(state, plan):
-                if self._may_wait(state):
+            if self._admission.lacks_blocks(state, plan):
+                if self._admission.may_wait(state):
                     self._claims.release(state)
                     return None
                 state.refused = LACKS_BLOCKS
@@ -237,94 +214,6 @@ class Scheduler:
             return True
         self._find_stored(state, self._claims.look(state))
         return bool(state.salts)
-
-    def _lacks_blocks(self, state: RequestState, plan: Plan) -> bool:
-        """Return whether too few blocks are free for a prompt and for what its blend borrows."""
-        if not (self._groups.windowed and is_blend(plan)):
-            return False
-        need = self._groups.lacking(end_of_pages(plan), plan.stop)
-        return need + self._groups.kept(state.request.num_tokens) > int(self._pool.get_num_free_blocks())
-
-    def _may_wait(self, state: RequestState) -> bool:
-        """Return whether a request can wait, for a limited time, for the blocks of requests that run."""
-        has_time = self._has_time_to_wait(state)
-        return has_time and any(other.scheduled or other.loading for other in self._states.values())
-
-    def _has_time_to_wait(self, state: RequestState, seconds: float = MAX_TURN_SECONDS) -> bool:
-        """Return whether a request may wait longer: `seconds` in all, from the first call on."""
-        now = self._setup.clock()
-        state.turn_since = now if state.turn_since is None else state.turn_since
-        return now - state.turn_since < seconds
-
-    def _waits_its_turn(self, state: RequestState, local: int) -> bool:
-        """Return whether blends of earlier requests go first, as the prefill of these requests would without lmc.
-
-        If prefill fills a step, blends get a tenth of it. A prompt that fills a tenth of a step or more therefore
-        begins after the blends of earlier requests. Workers end the step when these blends are done. Until then, later
-        requests leave enough free blocks for the prompt. A prompt that waits holds no chunks.
-        """
-        if not self._blending and not self._waiting_blocks:
-            return False
-        first, has_time = set[str](), self._has_time_to_wait(state)
-        if state.is_long and has_time:
-            first = {blend.id for blend in self._blending.values() if self._comes_before(blend.request, state.request)}
-        blocks = self._groups.kept(state.request.num_tokens - local)
-        lacks_blocks = self._waiting_blocks and self._waiting_blocks + blocks > self._pool.get_num_free_blocks()
-        if not first and not lacks_blocks:
-            return False
-        self._next.first |= first
-        self._waiting_blocks += blocks
-        self._claims.release(state)
-        return True
-
-    def _waits_for_blends(self, state: RequestState, local: int) -> bool:
-        """Return whether a blend waits because the blends under way are enough for the next steps.
-
-        The engine's steps admit prompts up to a limit of tokens, to which loads do not count. Without a limit of its
-        own, a burst of blends would take all blocks, and running requests would be preempted. A prompt that waits holds
-        no chunks. Blends that the engine asks about after it in this step wait, too, so that it is not overtaken.
-        """
-        under_way = sum(self._blended_tokens.values())
-        if not state.is_blend or not under_way:
-            return False
-        tokens = state.request.num_prompt_tokens - local
-        if not self._a_blend_waits and under_way + tokens <= STEPS_OF_BLENDS * self._setup.batch_tokens:
-            return False
-        self._a_blend_waits = True
-        self._claims.release(state)
-        return True
-
-    def _waits_for_same_load(self, state: RequestState, plan: Plan) -> bool:
-        """Return whether a request waits because another one loads everything that it would load.
-
-        Requests that arrive at once with the same prompt, such as samples of it, share blocks in vLLM alone: one of
-        them computes the prompt. If each had its own load, each would also compute what follows it. A request that
-        waits finds the other's blocks in the engine's cache. It holds no chunks.
-        """
-        block, last = plan.match.local // self._block_size, plan.stop // self._block_size - 1
-        hashes = state.request.block_hashes
-        if plan.approximate or not block <= last < len(hashes) or not self._setup.caches_prefixes:
-            return False
-        other = self._exact_loads.get(hashes[block])
-        if other is None or other is state or other.request.block_hashes[last : last + 1] != hashes[last : last + 1]:
-            return False
-        state.awaited = other
-        if not self._awaits_load(state):
-            return False
-        self._claims.release(state)
-        return True
-
-    def _awaits_load(self, state: RequestState) -> bool:
-        """Return whether the load for which a request waits is still under way, and the request may wait longer."""
-        if state.awaited is None or state.awaited.loads_from is None or not self._has_time_to_wait(state):
-            state.awaited = None
-        return state.awaited is not None
-
-    def _comes_before(self, request: Any, other: Any) -> bool:
-        """Return whether the engine serves a request before another one that waits as well."""
-        if self._setup.by_priority and request.priority != other.priority:
-            return bool(request.priority < other.priority)
-        return bool(request.arrival_time < other.arrival_time)
 
     def _note_cached(self, state: RequestState, local: int) -> None:
         """Record how many tokens of a request the engine has, and how many of these belong to an earlier blend."""
@@ -367,15 +256,13 @@ class Scheduler:
         # A blend is measured only if all chunks are in memory: the speed of a tier says nothing about blends.
         state.begun, state.offer = self._setup.clock(), offer if ready else None
         if offer is not None:
-            self._weigh(state, offer)
+            self._follow_ups.weigh(state, offer)
         if plan.approximate:
-            self._isolate(state, plan)
+            self._follow_ups.isolate(state, plan)
             state.blended_now = True
-            self._blended_tokens[state.id] = request.num_prompt_tokens - local
-            if ready:
-                self._blending[state.id] = state
+            self._admission.begin_blend(state, request.num_prompt_tokens - local, ready=ready)
         else:
-            self._begin_exact_load(state, local)
+            self._admission.begin_exact_load(state, local)
         self._next.loads.append(job_of(state, plan, tables, self._block_size, ready=ready))
         state.revision = None
         if state.role is not Role.LEARN:
@@ -410,7 +297,7 @@ class Scheduler:
                 self._backfill.add(request, state.salts, state.origin, follows=state.follows)
             self._forget(state)
         if not state.scheduled:  # The engine does not cache the blocks of a blend before it computes the next token.
-            self._own_blends.forget(state.id, state.salt)
+            self._follow_ups.forget(state)
         looked = state.role is Role.BLEND and not request.skip_reading_prefix_cache
         if looked and request.num_computed_tokens:
             documents, unknown = [one for one in state.documents if one.learnable or one.known], set(state.unknown)
@@ -439,7 +326,7 @@ class Scheduler:
         if scheduled:
             self.engine.background.stepped()
             self._ran = self._setup.clock()
-        elif not self._blending:  # Otherwise a blended request will run.
+        elif not self._admission.blends:  # Otherwise a blended request will run.
             self.has_news = True
         self._next.saves = self._saves.take_saves()  # those of earlier steps: no first token waits for a copy
         watched = self._watched.begin_step(scheduled)
@@ -490,9 +377,9 @@ class Scheduler:
 
     def _note_step(self, state: RequestState) -> None:
         """Record that the engine computes prompt tokens of a request."""
-        self._end_exact_load(state)
-        if not state.scheduled and not state.request.num_preemptions:  # vLLM alone would have these tokens.
-            self._balances.followed(state.salt, max(0, state.shared_with_blend - state.request.num_computed_tokens))
+        self._admission.end_exact_load(state)
+        if not state.scheduled:
+            self._follow_ups.begins(state)
         state.scheduled, state.awaits_blocks = True, False
         self._claims.release(state)  # The engine did not use this claim.
         self._note_answer(state)
@@ -513,8 +400,8 @@ class Scheduler:
 
     def take_plan(self) -> StepPlan:
         """Return the plan for the workers, as far as it is known. Workers can use it after an error in `plan`."""
-        plan, self._next, self._waiting_blocks, self._a_blend_waits = self._next, StepPlan(), 0, False
-        plan.slab = self._introduced
+        plan, self._next = self._next, StepPlan()
+        plan.slab, plan.first = self._introduced, self._admission.end_step()
         return plan
 
     # -- after an error ----------------------------------------------------------------------------------------------
@@ -529,9 +416,9 @@ class Scheduler:
             state.role, state.given_up, state.learns = Role.EXACT, True, False
             state.approximate, state.documents, state.unknown, state.queued = 0, (), (), ()
             state.revision = None
-            self._own_blends.forget(request, state.salt)
+            self._follow_ups.forget(state)
             self._claims.release(state)
-            self._end_exact_load(state)
+            self._admission.end_exact_load(state)
 
     def fail_load(self, request: str, tables: Sequence[Sequence[int]]) -> None:
         """Report to the engine that the load of a request has failed; `tables` are its block tables."""
@@ -568,8 +455,7 @@ class Scheduler:
         Without `lost`, the requests whose load has failed, it is unknown which blocks are valid.
         """
         for request in received:
-            self._blending.pop(request, None)
-            self._blended_tokens.pop(request, None)
+            self._admission.end_blend(request)
             state = self._states.get(request)
             if state is not None and state.copied:
                 held, state.copied = state.copied, ()
@@ -599,7 +485,7 @@ class Scheduler:
         """Forget everything that was computed until now, for example because the weights have changed."""
         self.engine.begin_anew()
         self._saves.resets += 1
-        self._own_blends.clear()
+        self._follow_ups.clear()
         self._backfill.cancel()
         self.forget_all(wait=False)
         self.engine.learning.clear()
@@ -634,7 +520,7 @@ class Scheduler:
             state = self._states[request]
             state.given_up, state.exact_tokens, state.alone = True, 0, False
             state.sources.clear()
-            self._own_blends.forget(request, state.salt)
+            self._follow_ups.forget(state)
             stats = state.request.prefill_stats
             if stats and not state.request.num_preemptions:  # Lost tokens are computed: `cached_tokens` omits them.
                 stats.set(state.request.num_prompt_tokens, state.local, 0)
@@ -748,7 +634,7 @@ class Scheduler:
         """
         if state.unknown or state.queued:
             self._ran = self._setup.clock()  # The engine called this method: it is awake and can learn.
-            if not self._has_time_to_wait(state, MAX_LEARN_SECONDS):
+            if not self._admission.has_time_to_wait(state, MAX_LEARN_SECONDS):
                 state.note, state.unknown, state.queued = "the engine had no blocks to learn all documents", (), ()
                 return True
             fitting = [span for span in state.unknown if self.engine.fits(len(span))]
@@ -780,10 +666,6 @@ class Scheduler:
         if named not in self._adapters or lora.load_inplace:
             self._adapters[named] = adapter_stamp(lora.lora_path)
         return self._adapters[named]
-
-    def _cached(self, request: Any) -> int:
-        """Return how many leading tokens of a request are in the engine's own cache."""
-        return self._groups.cached(request.block_hashes) * self._block_size
 
     def _is_short(self, state: RequestState) -> bool:
         """Return whether a prompt is so short that loading it takes as long as computing it, and has no documents."""
@@ -821,9 +703,9 @@ class Scheduler:
         state.role, state.exact_hashes = Role.BLEND, list(request.block_hashes)
         cached = exact
         if exact:
-            self._repeats_blend(state)
-        elif self._continue_own_blend(state, 0, by_separators=True):
-            cached = state.revision.stop if state.revision else self._cached(request)
+            self._follow_ups.repeats_blend(state)
+        elif self._follow_ups.continue_blend(state, 0, by_separators=True):
+            cached = state.revision.stop if state.revision else self._groups.cached_tokens(request.block_hashes)
         # A document lies between two separators, so one separator after the cached tokens ends a cached document.
         before = state.blended_before or cached
         if cached > known and self._roles.separators_after(state, before) <= 1:
@@ -835,297 +717,9 @@ class Scheduler:
         state.origin = state.revision = state.continues = None
         return False
 
-    def _why_computed(self, state: RequestState, match: Match, exact: int) -> str:
-        """Return why the documents after the first `exact` tokens of a new prompt are computed although stored.
-
-        Returns an empty text if the prompt may be blended.
-        """
-        repeats = self._repeats_blend(state)
-        if not self._weighs_blends:
-            return ""
-        if repeats and state.shared_with_blend > exact:
-            return REPEATED
-        stored = any(piece.stop > exact and piece.place for document in match.documents for piece in document.pieces)
-        return UNPROFITABLE if stored and not self._balances.allows_blend(state.salt) else ""
-
-    def _weigh(self, state: RequestState, offer: BlendOffer) -> None:
-        """Count the tokens that a blend saves, or those that a revision computes again."""
-        work = self.engine.store.cost.in_prefill_tokens(offer)
-        if state.revision is None:
-            self._balances.blended(state.salt, offer.tokens - work)
-        else:
-            cost = work - (state.request.num_prompt_tokens - state.revision.stop)
-            self._balances.followed(state.salt, cost)
-            state.revision.blend.revisions.tokens += max(0.0, cost)
-
-    def _repeats_blend(self, state: RequestState) -> bool:
-        """Return whether a prompt begins with all documents of an earlier blend in the same order; it counts once."""
-        state.shared_with_blend = max(state.shared_with_blend, self._own_blends.repeats(state.exact_hashes))
-        if state.shared_with_blend:
-            self._note_follow_up(state)
-        return state.shared_with_blend > 0
-
-    def _note_follow_up(self, state: RequestState) -> None:
-        """Count a request, once, that follows an earlier blend."""
-        if not state.follows:
-            state.follows = True
-            self._backfill.followed()
-
-    def _waits_for_own_blend(self, state: RequestState, local: int) -> bool:
-        """Return whether a request waits for a blend that is under way, or has just found a blend to continue.
-
-        In both cases the engine asks again in its next step, and then finds the blocks of that blend. A request that
-        was preempted goes on as it began.
-        """
-        if state.role is not Role.BLEND or state.salts or state.revision or state.request.num_preemptions:
-            return False
-        added, hashes = self._own_blends.added_since(state.searched), state.exact_hashes
-        if added is not None and not any(one.begins(hashes) or one.has_documents_of(hashes) for one in added):
-            state.searched = self._own_blends.added
-            return False
-        waits = self._continue_own_blend(state, max(state.stored_exactly, local))
-        if waits:
-            self._claims.wait_from_now(state)
-        return waits
-
-    def _was_blended_meanwhile(self, state: RequestState) -> bool:
-        """Return whether a request plans a revision, and another one with the same prompt has begun it, or more.
-
-        Samples of a prompt and retries arrive together. One of them revises the blend, and the others continue.
-        """
-        added = self._own_blends.added_since(state.searched)
-        return added is None or any(one.begins(state.exact_hashes) for one in added)
-
-    def _continue_own_blend(self, state: RequestState, exact: int, *, by_separators: bool = False) -> bool:
-        """Continue an earlier blend of the engine, or revise it if the request asks another question.
-
-        To continue, the hashes of the request are salted as those of the blend. Both are done only if the engine has
-        more tokens of the blend than the `exact` tokens that are cached or stored otherwise. Once revisions have
-        computed a share of the tokens that prefill would, a prompt is computed instead, and further ones find its
-        blocks in the engine's cache. Returns true if the request continues or revises a blend, or must wait for one
-        that is under way.
-        """
-        request, policy = state.request, state.policy
-        assert policy is not None
-        state.searched = self._own_blends.added
-        documents = None if by_separators else [document.span for document in state.documents]
-        for blend in self._own_blends.find(
-            tenant=state.salt,
-            prompt=request.prompt_token_ids,
-            hashes=state.exact_hashes,
-            documents=documents,
-            policy=policy,
-        ):
-            if request.num_prompt_tokens > blend.end + BEGUN:
-                self._note_follow_up(state)
-            if self._waits_for(blend, state):
-                return True
-            hashes, least = blend.hashes.whole(), max(exact, blend.first)
-            reach = self._reach(hashes, blend.first // self._block_size)
-            if reach < len(hashes) and reach * self._block_size <= least:
-                continue  # The engine has evicted its end.
-            set_hashes(request, hashes)
-            if (cached := self._cached(request)) > least:
-                asks = self._asks_another_question(state, blend)
-                if asks and not self._may_revise(blend):
-                    state.shared_with_blend = cached  # So it is computed.
-                    set_hashes(request, state.exact_hashes)
-                    break
-                state.origin, state.blended_before = blend.origin, blend.end
-                if asks:
-                    self._revise(state, blend, cached, continues=True)
-                    state.question = max(state.question, self._last_question(state, blend))
-                else:
-                    self._continue_unchanged(state, blend)
-                return True
-            set_hashes(request, state.exact_hashes)
-            if reach == len(hashes) and not self._groups.windowed:  # Shorter blends have no more of the prompt.
-                break
-        return self._asks_about_same_documents(state, exact, documents)
-
-    def _reach(self, hashes: Sequence[bytes], first: int) -> int:
-        """Return how many blocks of a blend the engine has, from the first one on, apart from layers with a window.
-
-        Returns 0 without the `first` approximate block, which is checked first: most old blends lack it.
-        """
-        found = self._groups.cached_in(self._groups.without_window, hashes[first : first + 1])
-        return self._groups.cached_in(self._groups.without_window, hashes) if found else 0
-
-    def _continue_unchanged(self, state: RequestState, blend: OwnBlend) -> None:
-        """Serve a request from the blocks of an earlier blend, whose salts its hashes have."""
-        state.continues, state.salts, state.approximate = blend, blend.salts, blend.first
-
-    def _asks_about_same_documents(self, state: RequestState, exact: int, documents: Sequence[Span] | None) -> bool:
-        """Revise an earlier blend for a new prompt that begins with the same documents and asks something else.
-
-        Returns true if the request revises a blend, or must wait for one.
-        """
-        request, policy = state.request, state.policy
-        if self._groups.windows != (0,) or policy is None or not depends_on_question(policy):
-            return False
-        blend = self._own_blends.find_same_documents(hashes=state.exact_hashes, documents=documents, policy=policy)
-        if blend is None or not self._may_revise(blend):
-            return False
-        if self._waits_for(blend, state):
-            return True
-        set_hashes(request, blend.hashes.whole()[: blend.last])
-        if (cached := self._cached(request)) <= max(exact, blend.first):
-            set_hashes(request, state.exact_hashes)
-            return False
-        self._revise(state, blend, cached, continues=False)
-        self._note_follow_up(state)
-        return True
-
-    def _waits_for(self, blend: OwnBlend, state: RequestState) -> bool:
-        """Return whether a request waits for a blend of another one that is not in the engine's cache yet.
-
-        The engine caches the blocks of a load when it schedules the request for the first time. Until then, each step
-        looks again.
-        """
-        first = self._states.get(blend.request)
-        waits = first is not None and not first.scheduled and first is not state
-        state.searched = -1 if waits else state.searched
-        return waits
-
-    def _may_revise(self, blend: OwnBlend) -> bool:
-        """Return whether the revisions of a blend have cost less than a share of computing its documents exactly."""
-        return not self._weighs_blends or blend.revisions.tokens < REVISED_SHARE * (blend.stop - blend.first)
-
-    def _revise(self, state: RequestState, blend: OwnBlend, cached: int, *, continues: bool) -> None:
-        """Plan a revision of a blend, whose salts the request's hashes have. The engine has `cached` tokens of it."""
-        hashes = state.request.block_hashes[: cached // self._block_size]
-        set_hashes(state.request, state.exact_hashes)
-        state.revision = Revision(blend=blend, hashes=hashes, block_size=self._block_size, continues=continues)
-        state.question = max(state.question, cached)
-
-    def _asks_another_question(self, state: RequestState, blend: OwnBlend) -> bool:
-        """Return whether a request continues a blend with another question, which the blend is revised for.
-
-        A retry or a step of a beam search continues the same answer, without the header of another one. The next turn
-        of an agent ends with the result of a tool, and continues the task for which the blend was made.
-        """
-        markers, ends = self._setup.markers, self._line_ends
-        if markers is None or self._groups.windows != (0,) or not depends_on_question(blend.policy):
-            return False
-        new = state.request.prompt_token_ids[blend.end :]
-        if not any(occurrences(new, markers.answers)):
-            return False
-        return ends is None or not ends_with_result(new, markers, ends.is_blank)
-
-    def _last_question(self, state: RequestState, blend: OwnBlend) -> int:
-        """Return where the question begins with which a request continues a blend; 0 if it is unknown.
-
-        Earlier questions must not score tokens, because the blend has recomputed those to which they attend.
-        """
-        if self._setup.markers is None:
-            return 0
-        start = max(0, blend.end - max(map(len, self._setup.markers.answers), default=0))
-        found = last_question(state.request.prompt_token_ids[start:], self._setup.markers)
-        return start + found if found else 0
-
-    def _still_revises(self, state: RequestState, revision: Revision, local: int) -> bool:
-        """Return whether a revision is made that was planned when its request arrived. If not, plan something else."""
-        if not self._may_revise(revision.blend):  # Requests before it have revised the blend, too.
-            self._compute_instead(state, revision)
-            return False
-        if not self._can_revise(state, revision, local):
-            self._revise_nothing(state, revision)
-            return False
-        return True
-
-    def _can_revise(self, state: RequestState, revision: Revision, local: int) -> bool:
-        """Return whether the engine still has the blocks to copy, and enough free blocks for the copies."""
-        blocks, known = self._groups.cached_blocks(revision.blocks_after(local)), local // self._block_size
-        prefix = self._groups.cached_blocks(state.request.block_hashes[:known])  # The engine takes them, too.
-        unused = [block.ref_cnt for block in (*prefix, *blocks)].count(0)
-        need = self._groups.kept(state.request.num_tokens) - known
-        return bool(blocks) and need + unused <= int(self._pool.get_num_free_blocks())
-
-    def _revise_nothing(self, state: RequestState, revision: Revision) -> None:
-        """Serve a request without the revision that was planned for it.
-
-        A later turn continues from the blocks of the earlier blend themselves. A prompt that only has the same
-        documents is computed.
-        """
-        if not revision.continues and self._repeats_blend(state) and self._weighs_blends:
-            self._compute_instead(state, revision)
-            return
-        self._claims.release(state)
-        state.revision = None
-        if revision.continues:
-            set_hashes(state.request, revision.blend.hashes.whole())
-            self._continue_unchanged(state, revision.blend)
-
-    def _compute_instead(self, state: RequestState, revision: Revision) -> None:
-        """Compute a prompt for which a revision was planned. Further ones find its blocks in the engine's own cache."""
-        self._claims.release(state)
-        state.revision, state.shared_with_blend = None, revision.stop
-        state.searched = self._own_blends.added
-        state.refused = REPEATED
-        state.add_note(REPEATED)
-
-    def _isolate(self, state: RequestState, plan: Plan) -> None:
-        """Salt the hashes of a blended request, and record the blend for requests that continue it."""
-        reused, request, policy = plan.approximate, state.request, state.policy
-        assert policy is not None
-        # Text between and after the documents of an earlier blend is not recomputed, and not exact either.
-        first = min(piece.at for piece in (reused[0], *own_pieces(plan)))
-        state.approximate = first if state.approximate is None else min(first, state.approximate)
-        # Blocks of an earlier blend that the engine still has keep their salts; later blocks are blended again.
-        kept = tuple(one for one in state.salts if one[0] * self._block_size < plan.match.local)
-        salts = (*kept, (first // self._block_size, salt_of(request.prompt_token_ids, reused, policy)))
-        if lost := state.salts[len(kept) :]:
-            set_hashes(request, request.block_hashes[: lost[0][0]])
-        add_salt(request, salts[-1])
-        earlier = state.continues if kept else None
-        known = earlier.pieces if earlier is not None else ()
-        pieces = [replace(one, tokens=min(one.tokens, first - one.at)) for one in known if one.at < first]
-        pieces += [Placement(at=piece.at, tokens=piece.tokens, first=piece.first) for piece in reused]
-        state.salts, state.origin = salts, state.origin or salts[0]
-        self._own_blends.add(
-            request=state.id,
-            tenant=state.salt,
-            prompt=request.prompt_token_ids,
-            hashes=state.exact_hashes,
-            salted=request.block_hashes,
-            end=self._end_of_question(state) if policy.strategy in NEEDS_QUESTION else reused[-1].stop,
-            pieces=pieces,
-            policy=policy,
-            salts=salts,
-            origin=state.origin,
-            by_separators=state.options is not None and state.options.documents is None,
-            earlier=state.revision.blend if state.revision is not None else earlier,
-        )
-
-    def _end_of_question(self, state: RequestState) -> int:
-        """Return where the question of a prompt ends: before what a chat template writes after an answer's header.
-
-        A template may write other tokens at that position once the answer is part of the history. For example, it may
-        then omit an empty block of thoughts.
-        """
-        prompt, markers = state.request.prompt_token_ids, self._setup.markers
-        headers = markers.answers if markers else ()
-        first = len(prompt) - max(map(len, headers), default=0) - BEGUN
-        for at in range(len(prompt) - 1, max(state.question, first) - 1, -1):
-            if match := [header for header in headers if tuple(prompt[at : at + len(header)]) == header]:
-                return at + min(map(len, match))
-        return len(prompt)
-
-    def _begin_exact_load(self, state: RequestState, local: int) -> None:
-        """Record a load that begins after `local` tokens, so that requests that would load the same wait for it."""
-        for block in state.request.block_hashes[local // self._block_size :][:1]:
-            self._exact_loads[block] = state
-            state.loads_from = block
-
-    def _end_exact_load(self, state: RequestState) -> None:
-        """Record that requests need not wait for the load of this one any more."""
-        if state.loads_from is not None and self._exact_loads.get(state.loads_from) is state:
-            del self._exact_loads[state.loads_from]
-        state.loads_from = None
-
     def _forget(self, state: RequestState) -> None:
         self._claims.release(state)
-        self._end_exact_load(state)
+        self._admission.end_exact_load(state)
         self._remove(state)
 
     def _remove(self, state: RequestState) -> None:
