@@ -250,6 +250,21 @@ def test_after_a_reset_no_document_of_before_is_learned_stored_or_reused(make):
     assert set(shared.records) == before
 
 
+def test_after_a_reset_nothing_is_learned_before_the_engine_runs_again(make):
+    """vLLM resets the caches of an engine that goes to sleep, and unmaps its weights."""
+    lab = make()
+    lab.serve("one", PLAIN)
+    lab.settle()
+    lab.scheduler.reset()
+    (document,) = lab.engine.learn_later(DOC_A, [Span(0, len(DOC_A))], "", wanted=True)
+    assert not lab.scheduler.busy
+    assert not lab.step().learn
+    lab.serve("two", PLAIN)
+    lab.settle()
+    assert document not in lab.engine.learning
+    assert lab.scheduler.numbers()["documents_learned"] == 1
+
+
 def test_a_reset_empties_the_disk_too(make, tmp_path):
     lab = make(tier := DiskTier(tmp_path, MB))
     learn(lab, DOC_A)

@@ -16,6 +16,7 @@ Nothing here blocks. The engine's requests and block pool are passed as argument
 """
 
 import logging
+import math
 import os
 import time
 from collections import Counter, OrderedDict, defaultdict
@@ -484,6 +485,7 @@ class Scheduler:
     def reset(self) -> None:
         """Forget everything that was computed until now, for example because the weights have changed."""
         self.engine.begin_anew()
+        self._ran = -math.inf  # The engine may be about to sleep without its weights: nothing is learned before it runs.
         self._saves.resets += 1
         self._follow_ups.clear()
         self._backfill.cancel()
