@@ -3,10 +3,10 @@
     python bench/hosts.py [--requests 24] [--other FOLDER] [--keep]
 
 A host is a cache server with memory and a disk, and two `vllm serve` of the small model that lmc ships. Both hosts have
-the same bucket of a moto server, and `lmc router` is in front of all four engines. Everything runs on this machine: the
-hosts have folders, sockets and ports of their own. Documents are learned at host A, and then at host B, which finds
-them in the bucket. Then chats over six documents in random order are sent, four at a time, with `load_policy: always`:
-everything stored is reused, whatever it takes. The phases follow each other:
+the same bucket of a moto server, and `lmc router` is in front of all four engines. Everything runs on this machine, but
+each host has an address (127.0.0.2, 127.0.0.3), folders and sockets of its own. Documents are learned at host A, and
+then at host B, which finds them in the bucket. Then chats over six documents in random order are sent, four at a time,
+with `load_policy: always`: everything stored is reused, whatever it takes. The phases follow each other:
 
     full            requests that must not blend (`"blend": false`)
     steady          nothing happens
@@ -63,6 +63,7 @@ from lmc.rag import SEPARATOR, messages
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "tests"))
 
+ADDRESSES = {"A": "127.0.0.2", "B": "127.0.0.3"}  # of the hosts; the router and the bucket are at 127.0.0.1
 AT_ONCE, COUNT = 4, 8  # requests at a time, and tokens of an answer
 INTRO = "Here are the documents."
 PATIENCE = 120.0  # seconds for a request
@@ -72,12 +73,13 @@ MODEL = str(SHIPPED / "model")
 class Host:
     """A cache server and its engines, which can be killed and started again."""
 
-    def __init__(self, name: str, folder: Path, bucket: str, engines: int = 2) -> None:
-        self.name, self._folder, self._bucket, self.disk = name, folder / name, bucket, folder / name / "disk"
+    def __init__(self, name: str, address: str, folder: Path, bucket: str, engines: int = 2) -> None:
+        self.name, self._address, self._bucket = name, address, bucket
+        self._folder, self.disk = folder / name, folder / name / "disk"
         self._folder.mkdir()
         self._ports = [(free_port(), free_port(), free_port(), free_port()) for _ in range(engines)]
-        self.urls = [f"http://localhost:{port}" for port, *_ in self._ports]
-        self.admins = [f"http://127.0.0.1:{admin}" for _, admin, *_ in self._ports]
+        self.urls = [f"http://{address}:{port}" for port, *_ in self._ports]
+        self.admins = [f"http://{address}:{admin}" for _, admin, *_ in self._ports]
         self._running: list[Program] = []
 
     def start(self, tree: Path | None = None) -> None:
@@ -85,18 +87,21 @@ class Host:
         at = {"PYTHONPATH": str(tree or ROOT)}
         socket, http = self._folder / "lmc.sock", free_port()
         store = {"LMC_MAX_LOCAL_CPU_SIZE": "0.3", "LMC_LOCAL_DISK": str(self.disk), "LMC_MAX_LOCAL_DISK_SIZE": "2"}
-        words = ["lmc", "serve", "--socket", str(socket), "--http", f"127.0.0.1:{http}"]
-        cache = Program(words, http, self._folder / "cache.log", {**store, "LMC_REMOTE_URL": self._bucket, **at})
+        words = ["lmc", "serve", "--socket", str(socket), "--http", f"{self._address}:{http}"]
+        variables = {**store, "LMC_REMOTE_URL": self._bucket, **at}
+        cache = Program(words, http, self._folder / "cache.log", variables, host=self._address)
         self._running = [cache]
         cache.wait()
         for number, (port, admin, events, missed) in enumerate(self._ports):
             folder = self._folder / str(number)
             folder.mkdir(exist_ok=True)
             variables = {
-                "LMC_SERVER": f"unix://{socket}", "LMC_ADMIN": f"127.0.0.1:{admin}",
-                "LMC_DOCUMENT_EVENTS": f"tcp://*:{events},tcp://*:{missed}", **at,
+                "LMC_SERVER": f"unix://{socket}", "LMC_ADMIN": f"{self._address}:{admin}",
+                "LMC_DOCUMENT_EVENTS": f"tcp://{self._address}:{events},tcp://{self._address}:{missed}", **at,
             }  # fmt: skip
-            engine = Server(MODEL, folder, SMALL_TEMPLATE, variables, port=port, load_policy="always")
+            engine = Server(
+                MODEL, folder, SMALL_TEMPLATE, variables, port=port, host=self._address, load_policy="always"
+            )
             self._running.append(engine)
         for engine in self._running[1:]:
             engine.wait()
@@ -227,7 +232,7 @@ def measure(folder: Path, options: Any) -> dict[str, Any]:
     with ExitStack() as opened:
         pool = Proxy(opened.enter_context(s3_server(str(ROOT / ".venv/bin/python"))))
         bucket = f"s3://{BUCKET}/kv?endpoint=http://127.0.0.1:{pool.port}"
-        hosts = [Host(name, folder, bucket) for name in ("A", "B")]
+        hosts = [Host(name, address, folder, bucket) for name, address in ADDRESSES.items()]
         first, second = hosts
         for host in hosts:
             opened.callback(host.kill)

@@ -33,10 +33,19 @@ class Program:
     """A command that serves HTTP, which ends with the block."""
 
     def __init__(
-        self, command: Sequence[str], port: int, log: Path, variables: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        port: int,
+        log: Path,
+        variables: Mapping[str, str] | None = None,
+        *,
+        host: str = "localhost",
     ) -> None:
-        """Start a module of Python with its arguments, and with `variables` added to the environment."""
-        self.url, self._log = f"http://localhost:{port}", log
+        """Start a module of Python with its arguments, and with `variables` added to the environment.
+
+        It serves at `host` and `port`, which the arguments have to say as well.
+        """
+        self.url, self._log = f"http://{host}:{port}", log
         with log.open("w") as file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", *command], stdout=file, stderr=file, env={**os.environ, **(variables or {})}
@@ -95,6 +104,7 @@ class Server(Program):
         variables: Mapping[str, str] | None = None,
         *,
         port: int = 0,
+        host: str = "localhost",
         **settings: Any,
     ) -> None:
         """Start it, with settings of lmc and `variables` of the environment; without a `port`, at any free one.
@@ -111,12 +121,14 @@ class Server(Program):
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": given,
         }
-        words = ["--model", model, "--served-model-name", "bench", "--port", str(port), "--dtype", "float32"]
+        words = ["--model", model, "--served-model-name", "bench", "--dtype", "float32"]
+        words += ["--host", host, "--port", str(port)]
         words += ["--enforce-eager", "--enable-prompt-tokens-details", "--shutdown-timeout", "20", "--block-size", "32"]
         words += ["--kv-transfer-config", json.dumps(connector)]
         if template is not None:
             (folder / "template.jinja").write_text(template)
             words += ["--chat-template", str(folder / "template.jinja")]
         threads = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        variables = {**threads, "HF_HUB_OFFLINE": "1", **variables}
         command = ["vllm.entrypoints.openai.api_server", *words]
-        super().__init__(command, port, folder / f"{port}.log", {**threads, "HF_HUB_OFFLINE": "1", **variables})
+        super().__init__(command, port, folder / f"{port}.log", variables, host=host)

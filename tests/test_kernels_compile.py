@@ -1,4 +1,6 @@
-"""The kernels compile for the GPUs of the A100 (sm_80) and the H100 (sm_90), without spills, onto tensor cores."""
+"""The kernels compile for the A100 (sm_80), the H100 (sm_90), the B200 (sm_100) and the RTX 50 (sm_120), without spills,
+onto tensor cores.
+"""
 
 import re
 import subprocess
@@ -34,7 +36,7 @@ BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 # An 8B Llama: 8 KV heads of 128 in pages of 16 tokens, each of which 4 query heads read.
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # What programs are compiled to for sm_80 has to run on the smaller GPUs of 8.6, 8.9 and 12.0 as well.
-SHARED = {80: 99 << 10, 90: 227 << 10}
+SHARED = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
 
 def heads(dim: int) -> dict[str, Any]:
@@ -68,6 +70,7 @@ TENSORS = (  # of the model's dtype
     "query", "keys", "values", "out", "out_keys", "out_values", "stored", "stored_keys", "stored_values", "old_keys",
     "old_values", "sinks",
 )  # fmt: skip
+OF_64_ROWS = {90: "HGMMA", 100: "UTCHMMA"}  # instructions that multiply 64 rows or more, by capability
 STRIDE = re.compile("_(block|head|token|kind)$")
 # Tensors that always begin at a multiple of 16 bytes, so that Triton may compile for that, and why.
 WHOLE, ROWS = "a tensor of its own", "rows of a head, whose numbers are a multiple of 16 bytes"
@@ -137,7 +140,10 @@ def spilled(case: Case) -> int:
 
 
 # Programs of which one Triton spills 8 bytes: 3.8 the first, 3.9 the second.
-SPILLED_ONCE = {(90, "_paid-shared-bf16-128-7-in one block"), (80, "_attend-16-16-whole-alone-chunk-bf16-512-8")}
+SPILLED_ONCE = {
+    (90, "_paid-shared-bf16-128-7-in one block"), (80, "_attend-16-16-whole-alone-chunk-bf16-512-8"),
+    (100, "_attend-64-32-hides-sums-bf16-128-4"), (120, "_alike-64-True"),
+}  # fmt: skip
 
 
 # kernel, constants, variants, most registers, whether it computes products on tensor cores
@@ -215,7 +221,9 @@ SHAPES = [
     ("bf16", 64, 16, 512),  # MLA, which has no backend for 4 bytes on GPUs
 ]  # fmt: skip
 IN_ONE_BLOCK = [("bf16", 128, 4), ("bf16", 128, 7), ("bf16", 64, 3), ("fp32", 64, 3)]
-CAPABILITIES = 80, 90
+# In pages and in one block, by capability. A program is as large for the last two as for those before them.
+EVERY, SERVED = ((True, SHAPES), (False, IN_ONE_BLOCK)), ((True, [SHAPES[0], ("bf16", 64, 8), SHAPES[-1]]),)
+CAPABILITIES = {80: EVERY, 90: EVERY, 100: SERVED, 120: SERVED}
 CASES = {
     (capability, f"{kernel.__name__}-{'-'.join(map(str, more.values()))}"):
         Case(kernel, constants | more, "bf16", 8 if kernel is kernels.correct else 4, 3, registers, products)
@@ -224,8 +232,8 @@ CASES = {
     for more in variants
 } | {
     (capability, f"{name}-{'-'.join(map(str, shape))}{'' if paged else '-in one block'}"): case
-    for capability in CAPABILITIES
-    for paged, shapes in ((True, SHAPES), (False, IN_ONE_BLOCK))
+    for capability, all_shapes in CAPABILITIES.items()
+    for paged, shapes in all_shapes
     for shape in shapes
     for name, case in attention_cases(capability, *shape, paged=paged)
 }  # fmt: skip
@@ -236,7 +244,7 @@ def shown(capability: int, name: str) -> bool:
     kernel = name.partition("-")[0]
     first = next(one for _, one in CASES if one.partition("-")[0] == kernel)
     attends = kernel in ("_attend", "_paid") and name.endswith("-bf16-128-4")
-    return capability == CAPABILITIES[0] and (name == first or attends)
+    return capability == 80 and (name == first or attends)
 
 
 @pytest.mark.parametrize(("capability", "name"), cases(CASES, *(one for one in CASES if shown(*one))))
@@ -249,7 +257,7 @@ def test_it_compiles_without_spills(name: str, capability: int, tmp_path: Path) 
     assert found["SHARED"] <= SHARED[capability]
     if case.products and case.dtype != "fp32":
         rows = case.constants.get("BM", case.constants.get("BT"))
-        assert ("HGMMA" if capability == 90 and rows >= 64 else "HMMA") in code  # HGMMA takes 64 rows.
+        assert (OF_64_ROWS.get(capability, "HMMA") if rows >= 64 else "HMMA") in code
 
 
 @pytest.mark.parametrize("kernel", {case.kernel.__name__: case.kernel for case in CASES.values()}.values())
