@@ -28,7 +28,7 @@ import torch
 from lmc.blend.canvas import Attention, Canvas, R, only_writes, positions_of
 from lmc.blend.layer_attention import score_weights
 from lmc.blend.segments import Placement
-from lmc.blend.shift import Shift, numbered, shifts_of
+from lmc.blend.shift import Shift, numbered, rows_by_document, shifts_of
 from lmc.blend.strategies import CHECK_LAYER, NEEDS_QUESTION, STRATEGIES, Evidence, RecomputePolicy, budget
 
 SCORING_ROWS = 64  # last tokens of the question that score the documents; more rows cost time and change little
@@ -136,7 +136,8 @@ class Blender(Generic[R]):
         canvas, repaired = self._canvas, self._repaired(positions)
         # Stored parts arrive layer by layer. While some must still be placed, run layer by layer, too.
         through = canvas.compiled and check is None and (self._placed == canvas.depth or not self._given.placements)
-        rows = canvas.begin(positions, through=through) if len(positions) else None
+        together = rows_by_document(self._documents, positions)
+        rows = canvas.begin(positions, through=through, together=together) if len(positions) else None
         shifts = self._shifts(rows)
         canvas.uploads.send()
         for shift in shifts:

@@ -17,6 +17,7 @@ from lmc.blend.segments import Placement
 from lmc.copies import Uploads
 
 KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer
+Groups = Sequence[tuple[int, int]]  # starts and ends of groups of rows, ascending and without overlap
 
 
 class Paged(NamedTuple):
@@ -112,10 +113,11 @@ class Canvas(Protocol[R]):
         Returns the cost, as the number of rows that take as long to compute.
         """
 
-    def begin(self, positions: torch.Tensor, *, through: bool = False) -> R:
+    def begin(self, positions: torch.Tensor, *, through: bool = False, together: Groups = ()) -> R:
         """Return rows for the tokens at ascending `positions [T]`, before layer 0.
 
-        With `through`, the size of their batches suits `run_through`.
+        With `through`, the size of their batches suits `run_through`. A batch ends before a group of `together` that
+        its end would split, if at least half of the batch remains.
         """
 
     def keep(self, rows: R, kept: torch.Tensor) -> R:

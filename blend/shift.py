@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lmc.blend.canvas import KV, Attention, Canvas, Own
+from lmc.blend.canvas import KV, Attention, Canvas, Groups, Own
 from lmc.blend.kernels.shift import MOST_EXAMPLES, Spans
 from lmc.blend.layer_attention import turns_of
 
@@ -99,6 +99,18 @@ def numbered(offset: torch.Tensor, reused: torch.Tensor) -> torch.Tensor:
     document = reused.new_full((int(reused[-1]) + 1,), -1)
     document[reused] = torch.where(offset >= SINKS, number, -1)
     return document
+
+
+def rows_by_document(document: torch.Tensor, positions: torch.Tensor) -> Groups:
+    """Return the first row and the end of the recomputed rows of each document.
+
+    `document [N]` is that of `numbered`, or empty. The rows are those of ascending `positions [T]`.
+    """
+    numbers = document[positions[positions < len(document)]]
+    rows = (numbers >= 0).nonzero().flatten()
+    counts = torch.unique_consecutive(numbers[rows], return_counts=True)[1]
+    stops = counts.cumsum(0)
+    return list(zip(rows[stops - counts].tolist(), (rows[stops - 1] + 1).tolist(), strict=True))
 
 
 def _are_among(document: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from functools import cached_property, partial
 
 import torch
 
-from lmc.blend.canvas import KV, Attention, Canvas, Paged, positions_of, writes_and_attends
+from lmc.blend.canvas import KV, Attention, Canvas, Groups, Paged, positions_of, writes_and_attends
 from lmc.blend.kernels.choice import kernels_of
 from lmc.blend.layer_attention import LayerAttention, turns_of
 from lmc.blend.measured_rope import Angles
@@ -82,7 +82,7 @@ class DenseCanvas(Canvas[DenseRows]):
         assert arrived == layer, "the reader is out of step"
         return parts
 
-    def begin(self, positions: torch.Tensor, *, through: bool = False) -> DenseRows:
+    def begin(self, positions: torch.Tensor, *, through: bool = False, together: Groups = ()) -> DenseRows:
         """Return the tokens at `positions`. They are embedded when they run."""
         at, tokens = map(self.uploads.add, (positions, self._tokens[positions]))
         return DenseRows(positions, at, tokens, torch.empty(0, device=self.device))

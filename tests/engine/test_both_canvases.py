@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.segments import Placement
+from lmc.blend.shift import SINKS
 from lmc.blend.strategies import NEEDS_QUESTION, STRATEGIES, RecomputePolicy
 from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.hf import prefilled, rows_of
@@ -232,6 +233,23 @@ def test_rows_that_go_through_all_layers_at_once_leave_the_same(lab, model, give
     assert [a.tolist() for a in one.repaired] == [b.tolist() for b in other.repaired]
     assert max(float((a - b).abs().max()) for a, b in zip(kv, through_kv, strict=True)) <= SAME
     assert float((logits - through_logits).abs().max()) <= SAME
+
+
+@pytest.mark.parametrize("through", [False, True])
+def test_a_border_of_batches_inside_a_document_changes_nothing(lab, model, monkeypatch, through):
+    """The dense canvas has one batch for all rows, and the documents of the paged canvas are corrected as there."""
+    policy, given = RecomputePolicy(strategy="union", correction="shift"), CASES["documents"]
+    result, kv, logits = dense(model, given, policy)
+    border = int((result.repaired[-1] < given.stored[-1].placement.at + SINKS).sum())
+    size = (border + len(result.repaired[-1])) // 2  # A batch of so many rows would end inside the last document.
+    cuts, batches = [], PagedCanvas.batches
+    monkeypatch.setattr(
+        PagedCanvas, "batches", lambda self, rows: [cuts.append(batches(self, rows)), batches(self, rows)][1]
+    )
+    _, paged_kv, paged_logits = paged(lab, model, given, policy, BatchRows(size, size if through else 0))
+    assert slice(0, border) in [cut for cut in cuts if len(cut) > 1][-1]
+    assert max(float((a - b).abs().max()) for a, b in zip(kv, paged_kv, strict=True)) <= SAME
+    assert float((logits - paged_logits[: len(logits)]).abs().max()) <= SAME
 
 
 @pytest.mark.parametrize("through", [0, ROWS])

@@ -20,7 +20,7 @@ from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.kernels.choice import TORCH, kernels_of
 from lmc.blend.layer_attention import LayerAttention
 from lmc.blend.rope import Rotation
-from lmc.blend.strategies import RecomputePolicy
+from lmc.blend.strategies import STRATEGIES, RecomputePolicy
 from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.messages import BlendJob
 from lmc.connectors.vllm.worker import stored_parts
@@ -290,7 +290,7 @@ def blend_of(
         documents=tuple(replace(piece, slot=i) for i, piece in enumerate(pieces)),
     )  # fmt: skip
     canvas = kind(
-        layers, job, BatchRows(rows or length, length if through else 0),
+        layers, job, BatchRows(rows or length, (rows or length) if through else 0),
         memory(lambda slot, layer: parts[layer, slot].flatten().view(torch.uint8)), lambda _: True, **canvas_has,
     )  # fmt: skip
     return canvas, BlendInput(length=length, stop=length, question=length - 6, placements=pieces), job.policy
@@ -460,6 +460,58 @@ def test_rows_of_a_long_prompt_share_one_block_table(monkeypatch):
     assert all(torch.equal(row, blocks[: len(row)].int()) for table in tables for row in table)
     taken = sum((table[0] if table.stride(0) == 0 else table).nbytes for table in tables)
     assert taken <= len(tables) * len(blocks) * 4
+
+
+@pytest.mark.parametrize(
+    ("together", "ends"),
+    [
+        ([], [10, 20, 30]),
+        ([(2, 8), (8, 13), (14, 22), (22, 28)], [8, 14, 22, 30]),  # a border in each of three groups
+        ([(2, 10), (10, 20)], [10, 20, 30]),  # borders between groups
+        ([(5, 12)], [5, 15, 25, 30]),  # half of the batch remains
+        ([(4, 12), (18, 24)], [10, 18, 28, 30]),  # less than half would remain
+        ([(0, 30)], [10, 20, 30]),  # a group that is longer than a batch
+    ],
+)
+def test_a_batch_ends_before_a_group_that_its_end_would_split(together, ends):
+    layers, positions = layers_over(TORCH, 1), torch.arange(0, 90, 3)
+    rows = layers.begin(torch.arange(90), positions, [torch.arange(6)], 10, together=together)
+    assert [batch.rows.stop for batch in rows.batches] == ends
+    assert [batch.rows.start for batch in rows.batches] == [0, *ends[:-1]]
+
+
+def test_a_batch_has_as_many_runs_as_the_backend_takes():
+    layers = layers_over(TORCH, 1)
+    layers.most_runs = 2
+    positions = torch.tensor([0, 1, 4, 5, 6, 10, 12, 13, 14, 15, 16])
+    rows = layers.begin(torch.arange(90), positions, [torch.arange(6)], 4)
+    assert [batch.rows.stop for batch in rows.batches] == [4, 6, 10, 11]
+
+
+@pytest.mark.parametrize("through", [False, True])
+def test_a_border_of_batches_leaves_a_document_its_correction(monkeypatch, through):
+    """A document is corrected by its rows in one batch. With a border inside it, its other rows were not used."""
+    monkeypatch.setenv("LMC_KERNELS", "triton")
+    monkeypatch.setattr(
+        "lmc.connectors.vllm.worker.tensor_parallel.get_tp_group", lambda: SimpleNamespace(world_size=1)
+    )
+    # Three rows of each document are computed, and after them the two of a separator.
+    chosen = torch.tensor([document * SIZE + token for document in range(4) for token in (3, 5, 7)])
+    monkeypatch.setitem(STRATEGIES, "union", lambda evidence, count: chosen)
+    found = []
+    for size, wanted in ((100, [slice(0, 26)]), (16, [slice(0, 15), slice(15, 26)])):
+        torch.manual_seed(0)
+        layers = layers_over(kernels_of(torch.device("cpu")), 1, length_of(4))
+        canvas, given, policy = blend_of(PagedCanvas, layers, 4, CORRECTED, through=through, rows=size)
+        cut, cuts = canvas.batches, []
+        monkeypatch.setattr(canvas, "batches", lambda rows, cut=cut, cuts=cuts: [cuts.append(cut(rows)), cut(rows)][1])
+        Blender(canvas, given, policy).run()
+        assert cuts[-1] == wanted
+        everything = canvas.slots(torch.arange(given.length))
+        canvas.uploads.send()
+        found += [[half.clone() for layer in range(3) for half in canvas.read(layer, everything[layer])]]
+    for whole, in_two in zip(*found, strict=True):
+        torch.testing.assert_close(in_two, whole)
 
 
 @pytest.mark.parametrize(("kernels", "requests"), [("triton", 1), ("torch", MOST_RUNS)])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from lmc.blend.canvas import KV, Attention, Paged, positions_of
+from lmc.blend.canvas import KV, Attention, Groups, Paged, positions_of
 from lmc.blend.layer_attention import LayerAttention, turns_of
 from lmc.blend.rope import Turn
 from lmc.blend.staging import AHEAD, Staging
@@ -118,10 +118,10 @@ class PagedCanvas:
         """Return the stored keys and values `[T, H, D]` of a layer, for each document."""
         return [self._layers.access[layer].dequantised(part) for part in self._parts.of(layer)]
 
-    def begin(self, positions: torch.Tensor, *, through: bool = False) -> PagedRows:
+    def begin(self, positions: torch.Tensor, *, through: bool = False, together: Groups = ()) -> PagedRows:
         """Return rows before layer 0, with the metadata that the attention backend needs."""
         size = self._batch_rows.through if through else self._batch_rows.layer
-        return self._layers.begin(self._tokens, positions, self._tables, size, self.uploads)
+        return self._layers.begin(self._tokens, positions, self._tables, size, self.uploads, together)
 
     def keep(self, rows: PagedRows, kept: torch.Tensor) -> PagedRows:
         """Return the `kept` rows. Their projections are computed again when they run."""

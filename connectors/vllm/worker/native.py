@@ -10,15 +10,15 @@ Positions, tokens and block tables that are arguments here are on the host.
 """
 
 import copy
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 
-from lmc.blend.canvas import KV, Attention, EndOfLayer, Paged, only_writes, writes_and_attends
+from lmc.blend.canvas import KV, Attention, EndOfLayer, Groups, Paged, only_writes, writes_and_attends
 from lmc.blend.kernels.choice import TORCH, kernels_of
 from lmc.blend.layer_attention import LayerAttention, absorbed
 from lmc.blend.rope import UNROTATED, Rotation, check_rope
@@ -174,14 +174,15 @@ class NativeLayers:
         tables: Sequence[torch.Tensor],
         size: int,
         uploads: Uploads | None = None,
+        together: Groups = (),
     ) -> PagedRows:
-        """Return rows before layer 0, at ascending `positions [T]` of the prompt `tokens`, in batches of `size`.
+        """Return rows before layer 0, at ascending `positions [T]` of the prompt `tokens`, in batches of up to `size`.
 
-        With `uploads`, they can be used when these are sent.
+        With `uploads`, they can be used when these are sent. `together` is as in `Canvas.begin`.
         """
         with self._uploading(uploads) as own:
             none, at = torch.empty(0, device=self.device), own.add(positions)
-            batches = self._batches(positions, at, tables, size, own)
+            batches = self._batches(positions, at, tables, size, own, together)
             return PagedRows(positions, at, own.add(tokens[positions]), batches, none, none)
 
     def keep(self, rows: PagedRows, kept: torch.Tensor, tables: Sequence[torch.Tensor], size: int) -> PagedRows:
@@ -431,13 +432,14 @@ class NativeLayers:
         )
 
     def _batches(
-        self, positions: torch.Tensor, at: torch.Tensor, tables: Sequence[torch.Tensor], size: int, uploads: Uploads
-    ) -> list[RowBatch]:
+        self, positions: torch.Tensor, at: torch.Tensor, tables: Sequence[torch.Tensor], size: int, uploads: Uploads,
+        together: Groups = (),
+    ) -> list[RowBatch]:  # fmt: skip
         """Split rows into batches, with the metadata that the attention backend needs.
 
         `at` are the positions on the device. The metadata can be used when the `uploads` are sent.
         """
-        cut = _cut(positions, size, self.most_runs)
+        cut = _cut(positions, size, self.most_runs, together)
         return [RowBatch(rows, self._common(positions[rows], at[rows], tables, uploads)) for rows in cut]
 
     def _common(
@@ -489,12 +491,18 @@ def _breaks(positions: torch.Tensor) -> torch.Tensor:
     return (positions[1:] != positions[:-1] + 1).nonzero().flatten() + 1
 
 
-def _cut(positions: torch.Tensor, size: int, runs: int) -> list[slice]:
-    """Split rows into pieces of at most `size` rows and `runs` runs."""
-    cuts = _breaks(positions)[runs - 1 :: runs].tolist()  # the ends of every `runs` runs
-    pieces = []
-    for start, stop in pairwise([0, *cuts, len(positions)]):
-        pieces += [slice(at, min(at + size, stop)) for at in range(start, stop, size)]
+def _cut(positions: torch.Tensor, size: int, runs: int, together: Groups) -> list[slice]:
+    """Split rows into pieces of at most `size` rows and `runs` runs; `together` is as in `Canvas.begin`."""
+    breaks, starts = _breaks(positions).tolist(), [start for start, _ in together]
+    pieces, at = list[slice](), 0
+    while at < len(positions):
+        last = bisect_right(breaks, at) + runs - 1  # the index of the break after the last of `runs` runs
+        stop = min(at + size, len(positions), *breaks[last : last + 1])
+        group = bisect_left(starts, stop) - 1  # the last group that begins before `stop`
+        if group >= 0 and together[group][1] > stop and 2 * (starts[group] - at) >= stop - at:
+            stop = starts[group]
+        pieces.append(slice(at, stop))
+        at = stop
     return pieces
 
 
