@@ -181,7 +181,7 @@ class Blender(Generic[R]):
         if rows is None or not len(self._documents):
             return []
         batches = [self._repaired(rows.positions[batch]) for batch in self._canvas.batches(rows)]
-        return list(shifts_of(self._canvas, self._documents, batches))
+        return shifts_of(self._canvas, self._documents, batches)
 
     def _ask(self, paid: torch.Tensor) -> Iterator[Slice]:
         """Run the question over the stored KV, and write its attention to each token into `paid [L, N]`.

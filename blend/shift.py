@@ -10,7 +10,7 @@ The idea of a correction from probe tokens is AgentKVShift's (arXiv 2607.21604),
 probes are the tokens that are recomputed anyway. Regression on a constant alone would predict their mean change.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -77,15 +77,16 @@ class Shift:
         kernels.correct(canvas, layer, others, self._weights, changes, self._spans, self._others_forth[layer])
 
 
-def shifts_of(canvas: Canvas[Any], document: torch.Tensor, batches: Sequence[torch.Tensor]) -> Iterator[Shift]:
-    """Yield the shift to apply after each batch of recomputed positions.
+def shifts_of(canvas: Canvas[Any], document: torch.Tensor, batches: Sequence[torch.Tensor]) -> list[Shift]:
+    """Return the shift to apply after each batch of recomputed positions.
 
-    `document [N]` is that of `numbered`, and is changed. A document is shifted with the first batch that has any of its
-    tokens.
+    `document [N]` is that of `numbered`. A document is shifted with the first batch that has any of its tokens.
     """
+    unshifted, shifts = document.clone(), []
     for repaired in batches:
-        yield Shift(canvas, document, repaired)
-        document[_are_among(document, document[repaired])] = -1
+        shifts.append(Shift(canvas, unshifted, repaired))
+        unshifted[_are_among(unshifted, unshifted[repaired])] = -1
+    return shifts
 
 
 def numbered(offset: torch.Tensor, reused: torch.Tensor) -> torch.Tensor:

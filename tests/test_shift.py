@@ -175,6 +175,15 @@ def test_the_tokens_that_are_alike_are_those_of_the_first_layer():
     assert torch.allclose(*predictions, atol=1e-5)
 
 
+def test_the_numbers_of_documents_serve_for_another_pass():
+    canvas = Tensors()
+    old, new = positions_of([Placement(at=5, tokens=10, first=0), Placement(at=30, tokens=20, first=0)])
+    document, batches = numbered(old, new), [torch.tensor([8, 9]), torch.tensor([12, 40])]
+    shifted = [[shift.attention(1) is not None for shift in shifts_of(canvas, document, batches)] for _ in range(2)]
+    assert shifted == [[True, True]] * 2
+    assert torch.equal(document, numbered(old, new))
+
+
 def test_a_document_without_a_repaired_token_stays_as_it_is():
     canvas = Tensors()
     keys = canvas.k.clone()
