@@ -46,6 +46,7 @@ class BlendInput:
     question: int  # first position of the question
     placements: Sequence[Placement]  # ascending, without overlap, none before `start`
     start: int = 0
+    learned_after: int = 0  # number of tokens before each document when it was learned
 
 
 class Slice(NamedTuple):
@@ -88,7 +89,7 @@ class Blender(Generic[R]):
     def __init__(self, canvas: Canvas[R], blend_input: BlendInput, policy: RecomputePolicy) -> None:
         self._canvas, self._given, self._policy = canvas, blend_input, policy
         loose = [placement for placement in blend_input.placements if not placement.exact]
-        self._offset, self._reused = positions_of(loose)
+        self._computed_at, self._reused = positions_of(loose)
         self._present = torch.zeros(blend_input.length, dtype=torch.bool)
         self._present[: blend_input.start] = True
         self._present[positions_of(blend_input.placements)[1]] = True
@@ -113,14 +114,14 @@ class Blender(Generic[R]):
             self._number_documents()  # A GPU is still busy with the first pass.
             joined = self._canvas.largest if NEEDS_QUESTION[strategy] == "max" else self._canvas.summed
             scores = self._on_host((weights * joined(paid)).sum(0))
-            chosen = self._choose(Evidence(offset=self._offset, attention=scores[self._reused]))
+            chosen = self._choose(self._evidence(attention=scores[self._reused]))
             # The first pass has finished the fresh tokens before all reused tokens.
             yield from self._pass(_merged(fresh[fresh > self._reused[0]], chosen))
         elif strategy == "deviation":
             yield from self._pass(_merged(fresh, self._reused), check=CHECK_LAYER)
         else:
             self._number_documents()
-            yield from self._pass(_merged(fresh, self._choose(Evidence(offset=self._offset))))
+            yield from self._pass(_merged(fresh, self._choose(self._evidence())))
 
     def run(self) -> BlendResult:
         """Run the blend to its end."""
@@ -174,7 +175,7 @@ class Blender(Generic[R]):
     def _number_documents(self) -> None:
         """Prepare the shift, unless the policy has none. `deviation` stays as published, without a shift."""
         if self._policy.correction != "none":
-            self._documents = numbered(self._offset, self._reused)
+            self._documents = numbered(self._computed_at, self._reused)
 
     def _shifts(self, rows: R | None) -> list[Shift]:
         """Return the shift of the tokens that are not recomputed, for each batch of rows."""
@@ -253,6 +254,10 @@ class Blender(Generic[R]):
         """Return a copy of evidence on the host. Here, and nowhere else, a blend waits for the GPU."""
         return evidence.cpu()
 
+    def _evidence(self, **scores: torch.Tensor) -> Evidence:
+        """Return the evidence about the reused tokens, with these scores."""
+        return Evidence(computed_at=self._computed_at, learned_after=self._given.learned_after, **scores)
+
     def _choose(self, evidence: Evidence) -> torch.Tensor:
         """Return the positions of the reused tokens to recompute."""
         count = budget(len(self._reused), self._policy.ratio)
@@ -268,7 +273,7 @@ class Blender(Generic[R]):
             self._canvas.run(layer, rows, batch, only_writes)
             yield self._slice_of(layer, batch)
         deviation = self._canvas.summed(self._canvas.kernels.deviation(self._canvas, layer, slots, stored))
-        chosen = self._choose(Evidence(offset=self._offset, deviation=self._on_host(deviation)))
+        chosen = self._choose(self._evidence(deviation=self._on_host(deviation)))
         goes_on = ~self._is_reused[rows.positions]
         goes_on[torch.searchsorted(rows.positions, chosen)] = True
         return self._canvas.keep(rows, goes_on.nonzero().flatten())

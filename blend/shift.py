@@ -89,16 +89,16 @@ def shifts_of(canvas: Canvas[Any], document: torch.Tensor, batches: Sequence[tor
     return shifts
 
 
-def numbered(offset: torch.Tensor, reused: torch.Tensor) -> torch.Tensor:
+def numbered(computed_at: torch.Tensor, reused: torch.Tensor) -> torch.Tensor:
     """Return the document number of each token of a prompt up to the last approximate one, and -1 for other tokens.
 
-    `reused [N]` are the positions of the approximate tokens, at least one. `offset [N]` are their positions in their
-    own documents. Attention sinks, which change differently, have -1, too.
+    `reused [N]` are the positions of the approximate tokens, at least one. `computed_at [N]` are the positions at which
+    they were computed. Attention sinks, which change differently, have -1, too.
     """
     # Another document may be between two parts of one document.
-    _, number = torch.unique_consecutive(reused - offset, return_inverse=True)
+    _, number = torch.unique_consecutive(reused - computed_at, return_inverse=True)
     document = reused.new_full((int(reused[-1]) + 1,), -1)
-    document[reused] = torch.where(offset >= SINKS, number, -1)
+    document[reused] = torch.where(computed_at >= SINKS, number, -1)
     return document
 
 

@@ -29,7 +29,8 @@ DEPTH = -0.15
 class Evidence:
     """The evidence about N reused tokens, in the order of their positions."""
 
-    offset: torch.Tensor  # [N] position at which each token was computed in its own document
+    computed_at: torch.Tensor  # [N] position at which each token was computed when its document was learned
+    learned_after: int = 0  # number of tokens before each document when it was learned
     deviation: torch.Tensor | None = None  # [N] squared L2 between fresh and re-rotated key, float32, over all KV heads
     attention: torch.Tensor | None = None  # [N] attention of the question to each token
 
@@ -60,7 +61,7 @@ def by_deviation(evidence: Evidence, count: int) -> torch.Tensor:
 
 def by_head(evidence: Evidence, count: int) -> torch.Tensor:
     """Choose the first tokens of each document, as many per document as the budget allows."""
-    return highest(-evidence.offset, count)
+    return highest(-evidence.computed_at, count)
 
 
 def by_query(evidence: Evidence, count: int) -> torch.Tensor:
@@ -78,30 +79,30 @@ def by_union(evidence: Evidence, count: int) -> torch.Tensor:
     scores are weighted by depth.
     """
     assert evidence.attention is not None
-    attention, follows = evidence.attention.clone(), evidence.offset[1:] == evidence.offset[:-1] + 1
+    attention, follows = evidence.attention.clone(), evidence.computed_at[1:] == evidence.computed_at[:-1] + 1
     for _ in range(READ_ON):
         attention[1:] = torch.maximum(attention[1:], attention[:-1] * follows * INHERITED)
-    attention *= (evidence.offset - evidence.offset.min() + 1).to(attention.dtype) ** DEPTH
-    heads = (evidence.offset < HEAD_POSITIONS).nonzero().flatten()
-    attention[heads[highest(-evidence.offset[heads], count // 4)]] = float("inf")
+    attention *= (evidence.computed_at - evidence.learned_after + 1).to(attention.dtype) ** DEPTH
+    heads = (evidence.computed_at < HEAD_POSITIONS).nonzero().flatten()
+    attention[heads[highest(-evidence.computed_at[heads], count // 4)]] = float("inf")
     return highest(attention, count)
 
 
 def by_chance(evidence: Evidence, count: int) -> torch.Tensor:
     """Choose random tokens, the same every time: a control."""
-    generator = torch.Generator().manual_seed(len(evidence.offset))
-    scores = torch.rand(len(evidence.offset), generator=generator)
-    return highest(scores.to(evidence.offset.device), count)
+    generator = torch.Generator().manual_seed(len(evidence.computed_at))
+    scores = torch.rand(len(evidence.computed_at), generator=generator)
+    return highest(scores.to(evidence.computed_at.device), count)
 
 
 def by_none(evidence: Evidence, count: int) -> torch.Tensor:
     """Choose no token, which is blind reuse: a control."""
-    return evidence.offset.new_empty(0)
+    return evidence.computed_at.new_empty(0)
 
 
 def by_all(evidence: Evidence, count: int) -> torch.Tensor:
     """Choose every token, which must equal full prefill: a control."""
-    return torch.arange(len(evidence.offset), device=evidence.offset.device)
+    return torch.arange(len(evidence.computed_at), device=evidence.computed_at.device)
 
 
 Strategy = Literal["deviation", "head", "query", "union", "random", "all", "none"]

@@ -336,8 +336,8 @@ def test_query_and_union_repair_what_the_question_attends_to(strategy: str, seed
         weights = weights[:, [fresh.index(i) for i in range(question.start, question.stop)]]
         scores += (weights.mean(0) if strategy == "query" else weights.amax(0)).amax(0)
     reused = torch.tensor(every_reused(scene))
-    offset = torch.cat([torch.arange(piece.tokens) for piece in scene.pieces])
-    evidence = Evidence(offset=offset, attention=scores[reused])
+    computed_at = torch.cat([torch.arange(piece.tokens) for piece in scene.pieces])
+    evidence = Evidence(computed_at=computed_at, attention=scores[reused])
     wanted = reused[STRATEGIES[strategy](evidence, int(len(reused) * 0.2))]
 
     chosen = scene.blend(RecomputePolicy(strategy=strategy, ratio=0.2)).repaired[0]

@@ -16,7 +16,7 @@ OFFSETS = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4, 5])  # two documents, of 4 an
 
 def evidence(**scores: list[float]) -> Evidence:
     return Evidence(
-        offset=OFFSETS, **{name: torch.tensor(values, dtype=torch.float) for name, values in scores.items()}
+        computed_at=OFFSETS, **{name: torch.tensor(values, dtype=torch.float) for name, values in scores.items()}
     )
 
 
@@ -63,7 +63,7 @@ def test_the_union_spends_a_fourth_on_heads_at_most_and_the_rest_on_the_question
     offsets = torch.cat([torch.arange(30), torch.arange(30)])
     attention = torch.full((60,), 0.6)
     attention[[0, 15, 43]] = torch.tensor([0.9, 0.95, 0.95])
-    scores = Evidence(offset=offsets, attention=attention)
+    scores = Evidence(computed_at=offsets, attention=attention)
 
     assert STRATEGIES["union"](scores, 1).tolist() == [0]
     assert STRATEGIES["union"](scores, 4).tolist() == [0, 1, 15, 43]
@@ -82,12 +82,27 @@ def test_the_union_reads_on_behind_what_the_question_finds_and_not_into_the_next
 
 @pytest.mark.parametrize("learned_behind", [0, 90])
 def test_the_union_prefers_what_stands_earlier_in_its_document(learned_behind: int) -> None:
-    offsets = torch.cat([torch.arange(30), torch.arange(30)]) + learned_behind
+    computed_at = torch.cat([torch.arange(30), torch.arange(30)]) + learned_behind
     attention = torch.zeros(60)
     attention[[20, 34]] = torch.tensor([0.5, 0.45])
-    assert STRATEGIES["union"](Evidence(offset=offsets, attention=attention), 1).tolist() == [34]
+    scores = Evidence(computed_at=computed_at, learned_after=learned_behind, attention=attention)
+    assert STRATEGIES["union"](scores, 1).tolist() == [34]
     attention[34] = 0.35
-    assert STRATEGIES["union"](Evidence(offset=offsets, attention=attention), 1).tolist() == [20]
+    assert STRATEGIES["union"](scores, 1).tolist() == [20]
+
+
+def test_the_depth_of_a_part_is_that_in_its_document() -> None:
+    """Without a document that is used from its start, the first token of a part counted as that of the document."""
+    learned_after, attention = 93, 0.1 + 0.02 * torch.rand(300, generator=torch.Generator().manual_seed(0))
+    part, start = learned_after + torch.arange(2000, 2300), learned_after + torch.arange(10)
+    alone = Evidence(computed_at=part, learned_after=learned_after, attention=attention)
+    beside = Evidence(
+        computed_at=torch.cat((start, part)),
+        learned_after=learned_after,
+        attention=torch.cat((torch.zeros(10), attention)),
+    )
+    chosen = [STRATEGIES["union"](scores, 45) for scores in (alone, beside)]
+    assert chosen[0].tolist() == (chosen[1] - len(start)).tolist()
 
 
 def test_controls() -> None:
@@ -100,6 +115,6 @@ def test_controls() -> None:
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 def test_every_choice_is_ascending_and_unique(strategy: str) -> None:
     torch.manual_seed(0)
-    scores = Evidence(offset=OFFSETS, deviation=torch.rand(10), attention=torch.rand(10))
+    scores = Evidence(computed_at=OFFSETS, deviation=torch.rand(10), attention=torch.rand(10))
     chosen = STRATEGIES[strategy](scores, 4).tolist()
     assert chosen == sorted(set(chosen))

@@ -18,7 +18,7 @@ from storage_fakes import computing, eventually, note_load, reading, tiers_of
 from tier_wrappers import Counted, Delayed
 
 from lmc.blend.segments import Span, join
-from lmc.blend.strategies import RecomputePolicy
+from lmc.blend.strategies import STRATEGIES, Evidence, RecomputePolicy, by_union
 from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.connectors.transformers.continuation import greedy_answer
@@ -831,6 +831,17 @@ def test_a_learned_document_is_found_in_part_in_a_prompt_of_the_next_process(tmp
         exact = cached.prefill(prompt, "full").logits
         blended = cached.prefill(prompt, policy=RecomputePolicy(strategy="all")).logits
         assert torch.allclose(blended, exact, atol=1e-4)
+
+
+@pytest.mark.parametrize("prefix", [[], [SINK], [SINK, *PRIMER]])
+def test_a_choice_knows_the_depth_of_each_token(monkeypatch: pytest.MonkeyPatch, prefix: list[int]) -> None:
+    text, seen = random.Random(0).choices(range(10, 90), k=200), list[Evidence]()
+    monkeypatch.setitem(STRATEGIES, "union", lambda evidence, count: by_union(seen.append(evidence) or evidence, count))
+    with CachedModel(random_model(), settings(blend_min_tokens=0), SEPARATOR, learn_prefix=prefix) as cached:
+        cached.learn(text)
+        cached.prefill([1, 2, 3, *text[30:150], 4, 5])
+    (evidence,) = seen
+    assert (evidence.computed_at - evidence.learned_after).tolist() == [*range(30, 150)]
 
 
 @pytest.mark.parametrize("prefix", [[], [SINK], [SINK, *PRIMER]])

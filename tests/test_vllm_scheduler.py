@@ -1128,6 +1128,7 @@ def test_documents_are_learned_behind_a_primer_whose_first_token_begins_prompts(
 
     places = [(p.at, p.first, p.exact) for p in job.documents]
     assert places[0] == (1, 3, False)
+    assert job.learned_after == 3
     assert places[-1][1:] == (3 + 16, False)
     lab.compute(request, 1)
     lab.finish(request)

@@ -285,7 +285,13 @@ class CachedModel(AbstractContextManager["CachedModel"]):
 
     def _blended(self, prompt: list[int], question: int, plan: Plan, policy: RecomputePolicy) -> Computed:
         length, loaded, begun = len(prompt), Counter[str](), time.perf_counter()
-        blend_input = BlendInput(length=length, stop=length, question=question, placements=plan.pieces)
+        blend_input = BlendInput(
+            length=length,
+            stop=length,
+            question=question,
+            placements=plan.pieces,
+            learned_after=len(self.engine.prefix),
+        )
         with closing(self.engine.layers(plan.pieces, loaded)) as reader:
             canvas = DenseCanvas(self.layers, prompt, plan.pieces, reader)
             try:

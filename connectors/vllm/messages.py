@@ -74,6 +74,7 @@ class BlendJob:
     start: int = 0  # The engine has the KV of all positions before this one.
     exact: int = 0  # All positions before this one are exact after `copies`.
     question: int = 0  # position at which the question begins
+    learned_after: int = 0  # number of tokens before each document when it was learned
     copies: tuple[PageCopy, ...] = ()
     documents: tuple[Piece, ...] = ()  # with their slots
     own: tuple[Piece, ...] = ()  # tokens whose KV is in copied blocks

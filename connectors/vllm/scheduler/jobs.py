@@ -14,9 +14,18 @@ from lmc.storage.contract import Pin
 
 
 def job_of(
-    state: RequestState, plan: Plan, tables: Sequence[Sequence[int]], block_size: int, *, ready: bool
+    state: RequestState,
+    plan: Plan,
+    tables: Sequence[Sequence[int]],
+    block_size: int,
+    *,
+    ready: bool,
+    learned_after: int,
 ) -> LoadJob | BlendJob:
-    """Return the job for a plan whose chunks are pinned; `ready` means that all parts are already in their slots."""
+    """Return the job for a plan whose chunks are pinned.
+
+    `ready` means that all parts are already in their slots. Documents are learned after `learned_after` tokens.
+    """
     request, local = state.request, plan.match.local
     copies = page_copies(plan.exact, state.pins, tables, block_size)
     if not is_blend(plan):
@@ -34,6 +43,7 @@ def job_of(
         exact=end_of_pages(plan),
         stop=min(plan.stop, request.num_prompt_tokens - 1),
         question=min(state.question, length),
+        learned_after=learned_after,
         copies=copies,
         documents=tuple(replace(piece, slot=pin.slot, tag=pin.tag) for piece, pin in documents),
         own=own_pieces(plan),

@@ -264,7 +264,8 @@ class Scheduler:
             self._admission.begin_blend(state, request.num_prompt_tokens - local, ready=ready)
         else:
             self._admission.begin_exact_load(state, local)
-        self._next.loads.append(job_of(state, plan, tables, self._block_size, ready=ready))
+        learned_after = len(self.engine.prefix)
+        self._next.loads.append(job_of(state, plan, tables, self._block_size, ready=ready, learned_after=learned_after))
         state.revision = None
         if state.role is not Role.LEARN:
             self.counts["blends" if plan.approximate else "loads"] += 1

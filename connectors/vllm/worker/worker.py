@@ -494,7 +494,12 @@ class Worker:
         canvas = PagedCanvas(self._layers, job, self._rows, self, arrived, loads, self._streams.load)
         length, pieces = len(job.tokens), sorted((*job.documents, *job.own), key=lambda piece: piece.at)
         blend_input = BlendInput(
-            length=length, stop=job.stop, question=job.question, placements=pieces, start=job.exact
+            length=length,
+            stop=job.stop,
+            question=job.question,
+            placements=pieces,
+            start=job.exact,
+            learned_after=job.learned_after,
         )
         blender = Blender(canvas, blend_input, job.policy)
         for finished in blender.slices():
