@@ -14,10 +14,11 @@ def messages(
 
     The user's message contains `intro`, the documents and the question in this order, with separators between them.
     White space around each document is removed, because it would change the document's tokens. A separator inside a
-    document is replaced as in `without_separators`. `separator` must equal the server's `blend_special_str`.
+    text, such as a user's question, would begin a document there. So it is replaced as in `without_separators`, in all
+    four arguments. `separator` must equal the server's `blend_special_str`.
     """
     if isinstance(documents, str):
         raise TypeError("documents must be a list of texts: a single text was given")
-    parts = [intro.strip(), *(without_separators(text, separator).strip() for text in documents), question.strip()]
-    chat = [{"role": "user", "content": separator.join(parts)}]
+    system, *parts = (without_separators(text, separator) for text in (system, intro, *documents, question))
+    chat = [{"role": "user", "content": separator.join(part.strip() for part in parts)}]
     return [{"role": "system", "content": system}, *chat] if system else chat

@@ -203,6 +203,18 @@ def test_a_separator_inside_of_a_document_that_is_given_apart_does_not_cut_it(to
     assert prompt[documents[0].start : documents[0].stop] == known
 
 
+def test_a_separator_in_another_text_than_a_document_begins_no_document(tokenizer) -> None:
+    """A part of the user's question would be learned as a document otherwise."""
+    markers, hostile = Markers.of(tokenizer, " # # "), "what # # does # # it mean?"
+    chat = messages(hostile, ["The cat sat.", "The dog ran."], hostile, intro=hostile)
+    assert [one["role"] for one in chat] == ["system", "user"]
+    prompt = tokenizer.encode("\n".join(one["content"] for one in chat))
+    segments = split(prompt, markers)
+    found = [text_of(tokenizer, prompt, one) for one in segments.documents]
+    assert [" ".join(words) for words in found] == ["The cat sat.", "The dog ran."]
+    assert " ".join(text_of(tokenizer, prompt, segments.question)) == "what ## does ## it mean?"
+
+
 @pytest.mark.parametrize(
     ("separator", "text", "wanted"),
     [
