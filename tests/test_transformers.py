@@ -468,6 +468,29 @@ def test_a_conversation_that_outgrows_the_model_still_gets_its_answer() -> None:
         assert len(answer) == 12
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "parameters", "length", "longest"),
+    [
+        ("qwen3", YARN, 96, 192),
+        ("qwen3", {**YARN, "original_max_position_embeddings": 64}, 96, 128),
+        ("qwen3", {**YARN, "original_max_position_embeddings": 64}, 256, 256),
+        ("gemma3", {"sliding_attention": PLAIN, "full_attention": YARN}, 96, 192),
+        ("qwen3", PLAIN, 96, 96),
+    ],
+)
+def test_yarn_gives_longer_prompts(family: str, parameters: dict[str, object], length: int, longest: int) -> None:
+    """Models say to add it to the configuration, in which `max_position_embeddings` stays the original length."""
+    model = random_model(family, rope_parameters=parameters, max_position_embeddings=length)
+    with CachedModel(model, settings(), SEPARATOR) as cached:
+        assert len(cached.prefill(random_tokens(longest, 1), "full").logits) == VOCABULARY
+        with pytest.raises(InputError, match=f"{longest}"):
+            cached.prefill(random_tokens(longest + 1, 1), "full")
+
+
 def test_a_short_conversation_is_reused_at_the_default_chunk_size() -> None:
     with CachedModel(random_model(), settings(chunk_size=256), SEPARATOR) as cached:
         turn = random_tokens(30, 1)

@@ -1,7 +1,7 @@
 """Adapters to the transformers library: its caches, its forward call, and the loading of models."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,10 +93,23 @@ def model_facts(name: str | Path, dtype: str | None = None) -> ModelFacts:
     return ModelFacts(
         shape=shape,
         kept=kept,
-        positions=getattr(config, "max_position_embeddings", None) or 0,
+        positions=max_positions(config),
         architecture=architecture,
         unblended=_unblended(config),
     )
+
+
+def max_positions(config: Any) -> int:
+    """Return the length of a text model's longest prompt, from its configuration; 0 if it is unknown.
+
+    YaRN may be enabled by RoPE parameters alone. Then `max_position_embeddings` is still the original length.
+    """
+    positions = getattr(config, "max_position_embeddings", None) or 0
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_kind = [rope for rope in parameters.values() if isinstance(rope, Mapping)]  # of kinds of layers
+    yarn = [rope for rope in (parameters, *by_kind) if rope.get("rope_type", rope.get("type")) == "yarn"]
+    originals = [(rope.get("original_max_position_embeddings") or positions, rope.get("factor") or 1) for rope in yarn]
+    return max([positions, *(int(original * factor) for original, factor in originals)])
 
 
 def is_latent(config: Any) -> bool:

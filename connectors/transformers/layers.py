@@ -19,7 +19,7 @@ from lmc.blend.canvas import KV, EndOfLayer
 from lmc.blend.layer_attention import LayerAttention, absorbed
 from lmc.blend.measured_rope import PROBED, Angles, rotations_by_layer, rotations_of, way_between
 from lmc.blend.rope import check_rope
-from lmc.connectors.transformers.hf import cache_argument, is_latent, shape_of
+from lmc.connectors.transformers.hf import cache_argument, is_latent, max_positions, shape_of
 from lmc.engine.identity import rope_name
 from lmc.errors import UnsupportedModel
 
@@ -99,7 +99,7 @@ class DecoderLayers:
         self.latent = is_latent(config)
         self.kinds: list[str] = list(kinds)  # by layer
         self.vocabulary: int = config.vocab_size
-        self.positions: int = config.max_position_embeddings
+        self.positions = max_positions(config)
         self.shape = shape_of(config, weight.dtype)
         self.device: torch.device = weight.device
         try:
