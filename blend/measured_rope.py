@@ -11,7 +11,7 @@ import torch
 
 from lmc.blend.kernels.shift import rotated
 from lmc.blend.rope import UNROTATED, Rotation, Turn
-from lmc.blend.selftest import FLOOR, difference
+from lmc.blend.tolerances import FLOOR, difference
 from lmc.errors import UnsupportedModel
 
 PROBED = 7  # position at which the keys of a layer are compared with those at position 0

@@ -16,6 +16,7 @@ from lmc.blend.kernels.shift import rotated
 from lmc.blend.layer_attention import LayerAttention
 from lmc.blend.segments import Placement
 from lmc.blend.strategies import NEEDS_QUESTION, RecomputePolicy
+from lmc.blend.tolerances import check, difference
 from lmc.errors import UnsupportedModel
 
 PROMPT_TOKENS = 64  # tokens of the prompt after what the layers' windows hide from its last token
@@ -25,17 +26,6 @@ QUESTION_SIZE = 8  # tokens of the question in a rehearsal
 LONG = 2048  # tokens of a context whose keys several programs of a kernel share
 LONGEST = 16384  # tokens of a context with enough keys for all programs, so that they do not share a question's rows
 QUESTION_SIZES = (QUESTION_SIZE, 24, 64)  # tokens of questions that need differently compiled kernels on a GPU
-# Differences, relative to the largest value, that are always allowed.
-FLOOR = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# Two prefills may round a value to neighbouring numbers of 8 bits, which differ by up to an eighth (e4m3) or a fourth
-# (e5m2). A moved key is rounded twice.
-FLOOR |= {torch.float8_e4m3fn: 0.15, torch.float8_e5m2: 0.3}
-# Allowed difference, as a multiple of the model's noise: the difference between a prefill in one chunk and in two. An
-# error in a mask, a slot or a rotation makes a difference of about 1, so a difference above `CEILING` is allowed only
-# up to the smaller multiple `ALIKE`. Through 30 layers in bfloat16, two prefills differ by 0.06, and so may lmc's.
-NOISE, ALIKE = 8, 3
-CEILING = 0.1
-LARGEST = 0.5  # largest allowed difference, however noisy the model is
 
 
 def random_prompt(vocabulary: int, reach: int, longest: int, device: torch.device) -> list[int]:
@@ -69,22 +59,6 @@ def prove(
 def prove_compiled(canvas: Canvas[R], exact: Sequence[KV], in_two: Sequence[KV]) -> None:
     """Do the same as `prove` for rows that go through all layers of the compiled model in one call."""
     check("compiled layers", _recomputed(canvas, exact, through=True), _largest(in_two, exact), canvas.dtype)
-
-
-def check(result_name: str, difference_found: float, noise: float, dtype: torch.dtype) -> None:
-    """Raise `UnsupportedModel` if a difference is larger than the model's own noise allows."""
-    allowed = max(min(NOISE * noise, max(CEILING, ALIKE * noise), LARGEST), FLOOR[dtype])
-    if not difference_found <= allowed:
-        differ = f"lmc's {result_name} differ from the model's by {difference_found:.2g} (relative)"
-        message = f"on random tokens {differ}"
-        own_noise = f"two prefills of the model itself differ by {noise:.2g}"
-        raise UnsupportedModel(f"the self-test failed: {message}; the limit is {allowed:.2g}, and {own_noise}")
-
-
-def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference, relative to the largest value of `expected`; infinite if a value is NaN."""
-    largest = (actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp_min(1e-6)
-    return float(largest.nan_to_num(nan=float("inf")))
 
 
 def rehearse(canvas_of: Callable[[], Canvas[R]], document: Placement, length: int) -> None:

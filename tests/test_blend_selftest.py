@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lmc.blend.selftest import check
+from lmc.blend.tolerances import check
 from lmc.errors import UnsupportedModel
 
 

@@ -144,6 +144,15 @@ def test_no_import_goes_in_a_circle() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError
 
 
+def test_a_rotation_is_found_without_the_blender() -> None:
+    reached, new = set[str](), {"lmc.blend.measured_rope"}
+    while new:
+        reached |= new
+        new = {other for name in new for other in arrows()[name]} - reached
+    assert "lmc.blend.kernels.shift" in reached, "the control"
+    assert "lmc.blend.blender" not in reached
+
+
 def test_the_wheel_has_every_package_and_every_file_of_the_demo() -> None:
     """A new sub-package cannot be forgotten."""
     found = set(find_packages(str(ROOT), include=["lmc", "lmc.*"]))

@@ -41,8 +41,8 @@ from gpu.report import Report
 from gpu.vllm_answers import inside_vllm, parts_inside_vllm
 from lmc.blend.blender import Blender
 from lmc.blend.markers import Markers
-from lmc.blend.selftest import difference
 from lmc.blend.strategies import RecomputePolicy
+from lmc.blend.tolerances import difference
 from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel, Prefilled
 from lmc.connectors.transformers.report import How

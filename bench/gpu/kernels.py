@@ -17,7 +17,7 @@ from lmc.blend.kernels.choice import kernels_of
 from lmc.blend.kernels.shift import MOST_EXAMPLES, Spans
 from lmc.blend.layer_attention import LayerAttention
 from lmc.blend.rope import Turn
-from lmc.blend.selftest import difference
+from lmc.blend.tolerances import difference
 from lmc.copies import Uploads
 from lmc.shapes import GIB, MIB
 

@@ -31,7 +31,7 @@ from lmc.blend.kernels.shift import MOST_EXAMPLES
 from lmc.blend.kernels.tuning import Kind, Tile, Tuning, tuning_of
 from lmc.blend.layer_attention import LayerAttention
 from lmc.blend.rope import Turn
-from lmc.blend.selftest import difference
+from lmc.blend.tolerances import difference
 from lmc.copies import Copies, submit_of
 from lmc.storage.memory.slab import Slab
 

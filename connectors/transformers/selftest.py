@@ -11,12 +11,11 @@ from lmc.blend.segments import Placement
 from lmc.blend.selftest import (
     DOCUMENT_TOKENS,
     QUESTION_SIZE,
-    check,
-    difference,
     prove,
     random_prompt,
     rehearse,
 )
+from lmc.blend.tolerances import check, difference
 from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.hf import forward, rows_of
 from lmc.connectors.transformers.layers import DecoderLayers
