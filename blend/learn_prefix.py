@@ -35,8 +35,9 @@ def learn_prefix(
 def sink_of(tokenizer: Any) -> tuple[int, ...]:
     """Return the first token of all prompts, if there is one: BOS, or the special token that begins a chat.
 
-    A model uses the first token of a text as an attention sink (StreamingLLM, arXiv 2309.17453). If a document is
-    learned alone, its own first token becomes a sink, and remains one in the middle of a prompt.
+    A BOS is returned even if the chat template never writes it. A model uses the first token of a text as an attention
+    sink (StreamingLLM, arXiv 2309.17453). If a document is learned alone, its own first token becomes a sink, and
+    remains one in the middle of a prompt.
     """
     if tokenizer.bos_token_id is not None:
         return (tokenizer.bos_token_id,)
