@@ -486,7 +486,7 @@ class Scheduler:
     def reset(self) -> None:
         """Forget everything that was computed until now, for example because the weights have changed."""
         self.engine.begin_anew()
-        self._ran = -math.inf  # The engine may be about to sleep without its weights: nothing is learned before it runs.
+        self._ran = -math.inf  # Nothing is learned before the engine runs again: it may be about to sleep.
         self._saves.resets += 1
         self._follow_ups.clear()
         self._backfill.cancel()
