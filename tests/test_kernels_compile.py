@@ -1,4 +1,4 @@
-"""The kernels compile for the A100 (sm_80), H100 (sm_90), B200 (sm_100) and RTX 50 (sm_120): no spills, tensor cores."""
+"""The kernels compile for the A100 (sm_80), H100 (sm_90), B200 (sm_100) and RTX 50 (sm_120), without spills."""
 
 import re
 import subprocess
