@@ -23,7 +23,7 @@ class ConfigError(LmcError, ValueError):
 
 def needs_transformers(what: str, error: ImportError) -> ConfigError:
     """Return the error for a feature that runs a model with transformers, whose packages are an optional extra."""
-    return ConfigError(f"{what} needs {error.name}: pip install transformers bm25s")
+    return ConfigError(f"{what} needs {error.name}: pip install torch transformers bm25s")
 
 
 def need_msgspec() -> None:

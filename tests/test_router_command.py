@@ -3,10 +3,12 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import tomllib
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
@@ -314,6 +316,14 @@ def test_a_misspelt_variable_is_an_error_and_those_of_a_kubernetes_service_are_n
         }  # fmt: skip
         with running(**of_service) as (port, _):
             eventually(lambda: get(port, "/ready")[0] == 200)
+
+
+def test_without_its_libraries_the_error_names_all_packages_of_the_router(monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    said = refused("--static-backends", "http://127.0.0.1:1")
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    packages = [re.split("[>=<]", one)[0] for one in project["optional-dependencies"]["router"]]
+    assert said == f"error: lmc router needs uvicorn: pip install {' '.join(packages)}\n"
 
 
 def test_a_port_that_is_taken_is_an_error():

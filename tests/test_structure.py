@@ -86,6 +86,14 @@ def arrows() -> dict[str, set[str]]:
     return found
 
 
+def test_no_error_says_to_install_the_lmc_of_pypi() -> None:
+    """It is another project; ours is installed from a clone."""
+    hints = [
+        f"{path.name}: {line}" for path in SOURCES for line in path.read_text().splitlines() if "pip install" in line
+    ]
+    assert [hint for hint in hints if re.search(r"""pip install[^"]*\blmc\b""", hint)] == []
+
+
 def test_arrows_point_down() -> None:
     wrong = [
         f"{name} imports {other}"

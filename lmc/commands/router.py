@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# The packages of the extra `router`. Their names are in the error, because the lmc of PyPI is another project.
+PACKAGES = "starlette uvicorn httptools uvloop aiohttp pyzmq msgspec cachetools"
 PREFIX = "LMC_ROUTER"  # prefix of variables; typer derives their names from the options
 CONFIG_VARIABLE = f"{PREFIX}_CONFIG_FILE"
 SHUTDOWN_SECONDS = 60  # timeout for responses in flight at shutdown
@@ -216,7 +218,7 @@ def _run(
         from lmc.router.connections import allow_files, bounded_protocol
         from lmc.router.discovery import discovery
     except ImportError as error:
-        raise ConfigError(f"lmc router needs {error.name}: pip install 'lmc[router]'") from None
+        raise ConfigError(f"lmc router needs {error.name}: pip install {PACKAGES}") from None
     if moved:
         instead = " ".join(f"--option {option}={value}" for option, value in moved.items())
         log.warning("lmc router: read options in a deprecated form; use instead: %s", instead)

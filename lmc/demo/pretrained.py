@@ -137,7 +137,7 @@ def _downloaded(model: Pretrained, folder: Path) -> Path:
 def _check_readers(name: str) -> None:
     missing = [one for one in ("transformers", *READERS.split()) if importlib.util.find_spec(one) is None]
     if missing:
-        raise InputError(f"{name} cannot be read without {' and '.join(missing)}: run pip install {READERS}")
+        raise InputError(f"{name} cannot be read without {' and '.join(missing)}: run pip install {' '.join(missing)}")
 
 
 def _convert(model: Pretrained, source: Path, into: Path) -> None:
