@@ -619,6 +619,11 @@ class TestAdministration:
         """Otherwise everybody could administer an engine whose operator had set one."""
         assert Settings(admin_token="none").admin_token == "none"
 
+    def test_a_token_of_white_space_is_refused(self) -> None:
+        """Otherwise an empty secret file would leave an engine without a token."""
+        for token in (" ", "\n", "\t "):
+            assert "admin_token = *** (environment LMC_ADMIN_TOKEN) must be" in refusal(LMC_ADMIN_TOKEN=token)
+
     def test_the_token_is_in_no_text(self, caplog) -> None:
         settings = Settings(admin_token="hunter2")
         texts = [

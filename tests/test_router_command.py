@@ -337,6 +337,39 @@ def test_a_host_that_does_not_exist_has_no_port_in_use():
     assert said.endswith("; use another host or port\n")
 
 
+@pytest.mark.parametrize("value", ["", " ", ",", " , "])
+@pytest.mark.parametrize("name", ["client_tokens", "api_key"])
+def test_a_secret_that_is_given_but_empty_does_not_open_the_router(tmp_path, name, value):
+    flag, variable, file = f"--{name}".replace("_", "-"), f"LMC_ROUTER_{name.upper()}", tmp_path / "router.yaml"
+    for line in (f"{name}: '{value}'", f"{name}:", f"{name}: []"):
+        file.write_text(f"static_backends: http://a\n{line}\n")
+        assert f"error: {flag} is empty" in refused("--config", str(file))
+    assert f"error: {flag} is empty" in refused("--static-backends", "http://a", flag, value)
+    assert f"error: {flag} is empty" in refused("--static-backends", "http://a", **{variable: value})
+
+
+def test_a_secret_may_come_from_another_source_than_the_one_that_is_empty(monkeypatch):
+    given = ran(monkeypatch, "--static-backends", "http://a", "--client-tokens", "one", LMC_ROUTER_CLIENT_TOKENS="")
+    assert given[0].client_tokens == {"one"}
+
+
+def test_an_administration_token_of_white_space_is_an_error():
+    assert "admin_token (environment LMC_ADMIN_TOKEN)" in refused("--static-backends", "http://a", LMC_ADMIN_TOKEN=" ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warns"),
+    [
+        (("--host", "0.0.0.0"), True),
+        (("--host", "0.0.0.0", "--client-tokens", "one"), False),
+        (("--host", "localhost"), False),
+    ],
+)
+def test_a_router_that_admits_every_client_of_other_hosts_warns(monkeypatch, caplog, arguments, warns):
+    ran(monkeypatch, "--static-backends", "http://a", *arguments)
+    assert ("admits every client" in caplog.text) is warns
+
+
 def test_a_key_is_not_shown():
     with running("--static-backends", "http://127.0.0.1:1", "--api-key", "very-secret") as (port, log):
         eventually(lambda: get(port, "/health")[0] == 200)

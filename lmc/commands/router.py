@@ -155,6 +155,7 @@ def router(
     from lmc.router.settings import RouterSettings
 
     set_up_log()
+    _check_secrets(context)
     flags = other_flags(context.args, [f"--{parameter.name}".replace("_", "-") for parameter in context.command.params])
     given, moved = _options(context, flags.moved, option or [], config)
     name, options = policy_name(policy), router_options(given)
@@ -177,7 +178,22 @@ def router(
     if chosen_policy.needs.cutter is not None:
         chosen_policy.needs.cutter.special_string = options.special_string
     check_kv_events(name, chosen_policy, engines, source)
+    if host not in LOCAL and not settings.client_tokens:
+        log.warning("lmc router: admits every client that reaches --host %s; set %s_CLIENT_TOKENS", host, PREFIX)
     _run(checked(settings, TOKEN), name, chosen_policy, engines, source, (host, port), moved)
+
+
+def _check_secrets(context: typer.Context) -> None:
+    """Raise `ConfigError` for secrets that are given but empty: without them, the router admits every client."""
+    from lmc.router.arguments import items
+
+    for name in ("client_tokens", "api_key"):
+        variable, flag = f"{PREFIX}_{name.upper()}", f"--{name}".replace("_", "-")
+        on_command_line = getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+        # To typer, an empty variable is a missing one, and so is an empty value in the file.
+        given = on_command_line or variable in os.environ or name in (context.default_map or {})
+        if given and not items(context.params[name] or ""):
+            raise ConfigError(f"{flag} is empty: set a secret, or leave out the option and {variable}")
 
 
 def _options(

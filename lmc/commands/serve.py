@@ -267,9 +267,11 @@ def _tenants_in(file: Path) -> dict[str, str]:
     from lmc.config.sources import read_mapping
 
     tokens = read_mapping(file, f"--tenants {file}", "cache_salt: token")
-    valid = tokens and all(isinstance(text, str) and text for pair in tokens.items() for text in pair)
+    valid = tokens and all(isinstance(text, str) and text.strip() for pair in tokens.items() for text in pair)
     if not valid or len(set(tokens.values())) < len(tokens):
         raise ConfigError(f"--tenants {file} must have a line `cache_salt: token` for each tenant, and no token twice")
+    if spaced := [salt for salt, token in tokens.items() if token != token.strip()]:
+        raise ConfigError(f"--tenants {file}: remove the white space around the token of {', '.join(spaced)}")
     return {token: salt for salt, token in tokens.items()}
 
 

@@ -46,6 +46,8 @@ def _optional(value: object) -> object:
 
 def _token(value: object) -> object:
     """Return a token without white space around it, because secret files often end with a newline."""
+    if isinstance(value, str) and value.isspace():
+        raise ValueError("white space only")
     return (value.strip() or None) if isinstance(value, str) else value
 
 
@@ -159,7 +161,7 @@ class Settings(BaseModel):
         None, description="the address where an engine is administered: 127.0.0.1:9180, or unix:///run/lmc/admin.sock"
     )
     admin_token: Annotated[str | None, BeforeValidator(_token)] = Field(
-        None, repr=False, description="text, in YAML between quotes if it has digits only"
+        None, repr=False, description="text other than white space, in YAML between quotes if it has digits only"
     )
     document_events: Annotated[str | None, BeforeValidator(_optional)] = Field(
         None, description="the address where events of documents are published, such as tcp://*:5558"

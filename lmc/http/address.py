@@ -24,13 +24,17 @@ EVENTS_HINT = "use an address such as tcp://*:5558"
 def admin_token() -> str:
     """Return the setting `admin_token` without loading the other settings; empty if it is not set.
 
-    Commands and the router need only this setting. Raises `ConfigError` for a settings file that cannot be read.
+    Commands and the router need only this setting. Raises `ConfigError` for a settings file that cannot be read, and
+    for a token of white space.
     """
     from lmc.config.sources import read_environment, read_yaml  # This imports YAML, which `lmc --help` does not need.
 
     sources = (read_environment(os.environ, ("admin_token",), "LMC_"), read_yaml(os.environ, ("admin_token",)))
-    token = next((source.own["admin_token"].value for source in sources if "admin_token" in source.own), None)
-    return str(token or "").strip()  # Secret files often end with a newline.
+    given = next((source.own["admin_token"] for source in sources if "admin_token" in source.own), None)
+    token = str(given.value or "") if given else ""
+    if given and token.isspace():
+        raise ConfigError(f"admin_token ({given.origin}) has only white space: set a secret, or leave it out")
+    return token.strip()  # Secret files often end with a newline.
 
 
 def host_and_port(address: str, token: str, setting: str = ADDRESS) -> tuple[str, int]:
