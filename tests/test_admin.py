@@ -27,6 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm_fakes import DOC_A, DOC_B, Adapter, Lab, hashes_of, learn, prompt
 
+from lmc.blend.markers import Markers
 from lmc.commands.administration import document_table
 from lmc.connectors.vllm.scheduler.admin import Administration, serve, serve_if_wanted
 from lmc.documents.escaped import as_json
@@ -528,6 +529,7 @@ NOTES = (
     'Rule 7: "Keep the\nwindow closed."\nRule 8: "Feed the\ncat at noon, not at\nnight; then lock up."\nRule 9: rest.'
 )
 JAPANESE = "規則七。窓を閉める。\n規則八。猫に昼ご飯をあげる。\n規則九。夜は休む。\n規則十。朝は早い。"
+SEPARATORS = {"blend_find": "separators"}
 OTHER = "A text of which no part is in any of the documents. " * 4
 
 
@@ -541,6 +543,7 @@ def advised(make):
 
     def advise(text, *known, settings=None, salt="", **more):
         lab = make(slots=128, blocks=256, longest=4096, special=frozenset(), settings=settings)
+        lab.setup.markers = Markers(separators=(tuple(tokenizer.encode(" # # ")),))
         for number, document in enumerate(known):
             tokens = tokenizer.encode(document)
             lab.serve(f"{number}", tokens, {"learn": True, "name": f"{number}.txt"}, cache_salt=salt or None)
@@ -602,6 +605,29 @@ def test_a_document_with_other_white_space_is_named(advised):
     assert advised(f"{OTHER}\n{beside} What is rule 8?", OTHER, NOTES)[0].startswith("the prompt has 1.txt with other")
     joined = "".join(JAPANESE.split())
     assert advised(f"{joined} 何ですか", OTHER, JAPANESE)[0] == "the prompt has 1.txt with other white space"
+
+
+def test_documents_between_separators_that_are_reused_need_no_advice(advised):
+    """The note said that they stand there with other white space, or as JSON strings."""
+    for known in (NOTES, OTHER, NOTES.replace("\n", "\\n")):
+        assert advised(f"Use this: # # {known} # # What is rule 8?", known, settings=SEPARATORS) == ("", "")
+    for settings in (SEPARATORS, None):  # the same text is also known with other white space
+        other = NOTES.replace("\n", "  ")
+        assert advised(f"Use this: # # {NOTES} # # What is rule 8?", other, NOTES, settings=settings) == ("", "")
+    beside = f"Use this: # # {OTHER} # # {' '.join(NOTES.split())} # # What is rule 8?"
+    assert advised(beside, OTHER, NOTES, settings=SEPARATORS)[0] == "the prompt has 1.txt with other white space"
+
+
+def test_documents_between_separators_are_named(make):
+    lab = make()
+    lab.serve("one", DOC_A, {"learn": True, "name": "a.txt"})
+    learn(lab, DOC_B)
+    found = explained(lab, prompt(DOC_A, DOC_B, [5, 6, 7, 8, 9, 10]))["documents"]
+    assert [(one["name"], bool(one["known"]), one["first"]) for one in found] == [
+        ("a.txt", True, 0),
+        ("", True, 0),
+        ("", False, 0),
+    ]
 
 
 def test_a_document_that_is_escaped_as_json_is_named(advised):

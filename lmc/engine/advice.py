@@ -4,10 +4,11 @@ import json
 import shlex
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 
+from lmc.blend.segments import Span
 from lmc.documents.escaped import AS_JSON, unescaped
 from lmc.documents.finder import BLOCK, STRIDE, DocumentFinder, FoundRun
 from lmc.documents.known import KnownDocument
@@ -54,7 +55,7 @@ class Adviser:
         """Return advice if a prompt has documents as JSON strings. `found` are documents that are found in it."""
         if self.encode is None:
             return Advice()
-        text, here = self.decode(list(prompt)), _tokens_of((one.known, len(one.span)) for one in found if one.known)
+        text, here = self.decode(list(prompt)), _tokens_of((known, len(span)) for span, known in self._known_in(found))
         for times in range(1, MAX_ESCAPED + 1):
             text, escaped = unescaped(text), text
             runs = self._runs(self.encode(text)) if text != escaped else []
@@ -76,9 +77,12 @@ class Adviser:
         `found` are documents that are found in it.
         """
         namespace = self.engine.namespace(RecordKind.DOCUMENT, self.salt)
-        there = {_name(one.known) for one in found if one.known}
+        known = list(self._known_in(found))
+        names = {_name(document) for _, document in known}
+        inside = {position for span, _ in known for position in range(span.start, span.stop)}
+        rest = [token for position, token in enumerate(prompt) if position not in inside]
         own = [one for one in self.engine.known.list() if not one.removed and one.namespace == namespace]
-        similar = self._with_other_white_space(prompt, [one for one in own if _name(one) not in there])
+        similar = self._with_other_white_space(rest, [one for one in own if _name(one) not in names])
         return self._of_white_space(prompt, similar)
 
     def on_nothing(self, prompt: Tokens) -> Advice:
@@ -111,6 +115,12 @@ class Adviser:
             why += " of this model and this cache_salt"
         marks = self._marks() if settings.blend_learn else ()
         return Advice(why, (*self._learn("", "known documents are found in prompts as they are"), *marks))
+
+    def _known_in(self, found: Iterable[DocumentMatch]) -> Iterator[tuple[Span, KnownDocument]]:
+        """Yield the spans of a prompt that are known documents, or parts of them."""
+        for match in found:
+            if document := self.engine.known_document(match):
+                yield match.span, document
 
     def _runs(self, prompt: Tokens, min_run: int = 0) -> Sequence[FoundRun[KnownDocument]]:
         namespace = self.engine.namespace(RecordKind.DOCUMENT, self.salt)

@@ -24,7 +24,7 @@ class Explanation:
     chunks: int  # number of its chunks, stored or not
     reused: bool  # also True if only its stored part is reused
     why: str  # why it is not reused, or not completely; empty if it is reused completely
-    known: str = ""  # id of the known document to which these tokens are equal; empty between separators
+    known: str = ""  # id of the known document to which these tokens are equal; empty if there is none
     name: str = ""  # its name
     first: int = 0  # its token at which they begin
     nearest: str = ""  # id of the most similar known document, if the document itself is unknown
@@ -71,10 +71,11 @@ def explain(
 
 def _known(engine: CacheEngine, document: DocumentMatch) -> dict[str, Any]:
     """Return the facts about the known document to which a part of a prompt is equal."""
-    if document.known is None:
+    known = engine.known_document(document)
+    if known is None:
         return {}
     first = document.pieces[0].first - len(engine.prefix)
-    return {"known": document.known.id, "name": document.known.name, "first": first}
+    return {"known": known.id, "name": known.name, "first": first}
 
 
 def _why_known_no_more(engine: CacheEngine, prompt: Sequence[int], document: DocumentMatch, salt: str) -> str:
