@@ -3,9 +3,12 @@
 import configparser
 import inspect
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from lmc import __version__
 from lmc.commands.cli import stat
 from lmc.commands.serve import serve
 from lmc.config.redis_url import parse_redis_url
@@ -23,6 +27,7 @@ KUBERNETES = "1.31"
 DOCUMENTS: list[dict[str, Any]] = list(yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text()))
 SERVED: list[dict[str, Any]] = list(yaml.safe_load_all((FOLDER / "lmc-serve.yaml").read_text()))
 COMPOSE: dict[str, Any] = yaml.safe_load((FOLDER / "compose.yaml").read_text())
+IMAGE = f"REGISTRY/vllm-lmc:{__version__}"
 STOP_SECONDS = 60  # at least, for a server that writes down what is in memory only
 
 
@@ -153,6 +158,92 @@ def test_engines_of_a_node_find_its_server_and_their_lifelines_at_the_same_paths
     assert f"lmc stat --server {options['--socket']}" in engine["initContainers"][0]["command"][-1]
 
 
+def pods() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the specification of each pod of the examples."""
+    for one in DOCUMENTS + SERVED:
+        if template := one["spec"].get("template"):
+            yield one["metadata"]["name"], template["spec"]
+
+
+def seconds(probe: dict[str, Any]) -> int:
+    """Return after how many seconds a probe has failed."""
+    return int(probe["periodSeconds"] * probe.get("failureThreshold", 3))
+
+
+def test_images_can_be_pulled_and_are_those_of_this_version() -> None:
+    images = [inside for _, one in pods() for inside in (*one["containers"], *one.get("initContainers", []))]
+    ours = [inside for inside in images if "vllm-lmc" in inside["image"]]
+    assert {inside["image"] for inside in ours} == {IMAGE}
+    assert {inside["imagePullPolicy"] for inside in ours} == {"IfNotPresent"}
+    assert {one["image"] for one in COMPOSE["services"].values()} == {IMAGE.removeprefix("REGISTRY/")}
+    comments = "".join((FOLDER / name).read_text() for name in ("Dockerfile", "compose.yaml", "kubernetes.yaml"))
+    assert set(re.findall(r"vllm-lmc:(\S+)", comments)) == {__version__}
+
+
+def test_a_pod_that_hangs_gets_no_requests_and_is_started_again() -> None:
+    for name, one in pods():
+        if name != "lmc-serve":  # which writes to its tiers before it ends
+            (inside,) = one["containers"]
+            assert seconds(inside["readinessProbe"]) <= 30, name
+            assert seconds(inside["livenessProbe"]) <= 60, name
+            is_engine = inside["image"] == IMAGE
+            assert not is_engine or seconds(inside["startupProbe"]) >= 600, "loading a model takes minutes"
+
+
+def test_a_stop_lets_requests_end() -> None:
+    words = json.loads(
+        re.findall(r"^ENTRYPOINT (\[.*\])$", (FOLDER / "Dockerfile").read_text().replace("\\\n", ""), re.M)[0]
+    )
+    grace = int(words[words.index("--shutdown-timeout") + 1])
+    engines = [one for _, one in pods() if one["containers"][0]["image"] == IMAGE]
+    assert all(one["terminationGracePeriodSeconds"] > grace for one in engines)
+    assert {one["stop_grace_period"] for one in COMPOSE["services"].values()} == {"1m", "5m"}
+    assert "--stop-timeout 60" in (FOLDER / "Dockerfile").read_text()
+
+
+def test_pods_for_gpus_run_on_nodes_with_their_taint_and_servers_on_no_others() -> None:
+    for name, one in pods():
+        tolerated = {toleration["key"] for toleration in one.get("tolerations", [])}
+        assert ("nvidia.com/gpu" in tolerated) == (name != "lmc-redis")
+    assert pod("DaemonSet", "lmc-serve")["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
+
+
+def test_engines_keep_the_models_that_they_have_downloaded() -> None:
+    for name, one in pods():
+        (inside,) = one["containers"]
+        if "command" not in inside and inside["image"] == IMAGE:
+            (home,) = (given["value"] for given in inside["env"] if given["name"] == "HF_HOME")
+            assert home in {mount["mountPath"] for mount in inside["volumeMounts"]}, name
+    for name, service in COMPOSE["services"].items():
+        assert ("models:/root/.cache/huggingface" in service["volumes"]) == (name != "lmc")
+
+
+@pytest.mark.parametrize(("failures", "code"), [(3, 0), (1000, 1)])
+def test_an_engine_waits_for_its_server_and_not_for_ever(tmp_path: Path, failures: int, code: int) -> None:
+    """Run the command of the container that waits, with an `lmc` that fails some times."""
+    done = run_with(tmp_path, pod("Deployment", "vllm")["initContainers"][0]["command"], failures)
+    assert done.returncode == code
+    assert ("kubectl get pods" in done.stderr) == bool(code)
+
+
+@pytest.mark.parametrize(("failures", "alive", "code"), [(3, True, 0), (3, False, 1), (0, True, 0)])
+def test_a_unit_after_the_server_waits_until_it_answers(tmp_path: Path, failures: int, alive: bool, code: int) -> None:
+    (line,) = re.findall(r"^ExecStartPost=(.*)$", (FOLDER / "lmc.service").read_text().replace("\\\n", ""), re.M)
+    command = shlex.split(line.replace("/opt/lmc/bin/", ""))
+    process = os.getpid() if alive else 2**22 + 1  # above the largest number of a process
+    assert run_with(tmp_path, command, failures, MAINPID=str(process)).returncode == code
+
+
+def run_with(folder: Path, command: list[str], failures: int, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run a command with an `lmc` that fails some times, and a `sleep` that does not wait."""
+    counter = f'echo >> "{folder}/calls"; [ $(wc -l < "{folder}/calls") -gt {failures} ]'
+    for name, script in (("lmc", counter), ("sleep", "true")):
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **variables}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=60)
+
+
 @pytest.mark.parametrize("documents", [DOCUMENTS, SERVED], ids=["kubernetes.yaml", "lmc-serve.yaml"])
 def test_no_engine_gets_variables_of_vllm_from_the_name_of_a_service(documents: list[dict[str, Any]]) -> None:
     """A vLLM whose VLLM_PORT is the address of a Service, as Kubernetes sets it, ends at its start."""
@@ -160,7 +251,7 @@ def test_no_engine_gets_variables_of_vllm_from_the_name_of_a_service(documents: 
     for one in documents:
         pod = one.get("spec", {}).get("template", {}).get("spec", {})
         for inside in pod.get("containers", []):
-            if inside["image"] == "vllm-lmc" and "command" not in inside and pod.get("enableServiceLinks", True):
+            if inside["image"] == IMAGE and "command" not in inside and pod.get("enableServiceLinks", True):
                 assert not [name for name in services if name.startswith("vllm")]
 
 
