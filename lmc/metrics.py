@@ -68,6 +68,7 @@ OF_REQUESTS = (  # A vLLM server counts all of them; `Prefills` of the transform
     Name("refused", "requests served without the blend or the learning that they requested"),
     Name("errors", "errors of lmc that its guard caught, by hook of the engine", ("hook",)),
     Name("switched_off", "1 if lmc switched itself off after errors, else 0", gauge=True),
+    Name("attached", "1 if the store is that of a cache server, which counts the same chunks, else 0", gauge=True),
     Name("failed_loads", "failed loads, which the engine computed instead"),
     *(Name(f"tokens_from_{place.name}", f"tokens whose KV came from {place.title}") for place in PLACES),
     Name("token_layers", "tokens computed by blends, summed over layers"),

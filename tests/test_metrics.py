@@ -498,7 +498,24 @@ def asked(expression: str) -> set[str]:
 def test_the_board_asks_for_all_metrics_and_for_no_others():
     names = (*NAMES.values(), *ROUTER_METRICS)
     known = {f"{name.name}{'_bucket' if name.buckets else '' if name.gauge else '_total'}" for name in names}
-    assert set().union(*map(asked, EXPRESSIONS)) == known
+    assert set().union(*map(asked, EXPRESSIONS)) == known | {"server_clients"}  # which only cache servers have
+
+
+ATTACHED, SERVERS = '(lmc:attached{instance=~"$instance"} == 1)', 'lmc_server_clients{instance=~"$instance"}'
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_the_board_counts_the_chunks_of_a_cache_server_once(expression):
+    """The server and its engines export the same numbers of one store. Hits and misses of a client are its own."""
+    if "by (instance" in expression:  # shown for each instance, and not added up
+        return
+    both = (
+        rf'\{{__name__=~"lmc\[:_\](?:{"|".join(name.name for name in OF_STORES)})(?:_total)?",[^}}]*\}}(?:\[\S+\]\))?'
+    )
+    for match in re.finditer(both, expression):
+        own = re.search(r"\](hits|misses)_total", match[0])
+        others = f"{SERVERS} and on () {ATTACHED}" if own else f"{ATTACHED} and on () {SERVERS}"
+        assert expression[match.end() :].startswith(f" unless on (instance) ({others})"), match[0]
 
 
 def test_the_board_asks_for_what_programs_without_a_server_have_under_both_names():

@@ -885,6 +885,7 @@ def test_a_prompt_is_explained_by_an_engine_of_its_model(service):
         assert [one["reused"] for one in found["documents"]] == [True, False]
         assert len(service.ask("/v1/explain", question | {"more": "a" * 100_000})["documents"]) == 2
         assert found["engine"] == f"http://{address}"
+        assert lab.scheduler.numbers()["attached"] == 1.0
     finally:
         stop()
         lab.scheduler.close()

@@ -582,6 +582,7 @@ class Scheduler:
             "layers": self._layers,
             "backfills": self._backfill.done,
             "switched_off": float(self.off),
+            "attached": float(self.engine.server is not None),
             **{key("capacity_tokens", (place,)): tokens for place, tokens in self.engine.capacity().items()},
         }
 
