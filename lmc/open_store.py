@@ -22,6 +22,18 @@ from lmc.storage.tiers.tier import Tier
 log = logging.getLogger(__name__)
 
 
+def check_server(settings: Settings) -> None:
+    """Wait until the cache server of the settings responds, if there is one, before a model is loaded.
+
+    Raises `TierUnusable` if it does not start, and `ConfigError` if it has another version.
+    """
+    if settings.server is not None:
+        need_msgspec()
+        from lmc.server.client.connection import wait_for_server
+
+        wait_for_server(settings.server)
+
+
 def open_store(
     settings: Settings,
     layout: ChunkLayout,

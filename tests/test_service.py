@@ -43,6 +43,7 @@ from lmc.connectors.transformers import CachedModel
 from lmc.documents.known import KnownDocuments
 from lmc.errors import ChunkLost, ConfigError, NoMemory, StorageError, TierUnusable
 from lmc.keys import document_keys
+from lmc.open_store import check_server
 from lmc.server import arenas, messages
 from lmc.server import server as servers
 from lmc.server.channel import MAX_FRAME_BYTES, Channel
@@ -670,6 +671,25 @@ def test_a_client_that_has_too_many_open_files_attaches_when_it_has_fewer(tmp_pa
 def test_without_a_server_the_error_says_what_to_do(tmp_path):
     with pytest.raises(TierUnusable, match=r"no cache server answers at .*: start it with `lmc serve --socket"):
         RemoteStore(tmp_path / "none.sock", SIZES, deadline=1.0)
+
+
+def test_an_engine_waits_for_a_server_that_starts_at_the_same_time(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("lmc.server.client.connection.SERVER_POLL_SECONDS", 0.01)
+    path = tmp_path / "lmc.sock"
+    waiting = threading.Thread(target=check_server, args=(Settings(server=path),))
+    waiting.start()
+    eventually(lambda: "waiting up to 60 s" in caplog.text)
+    with serving(tmp_path, 4):
+        waiting.join(30)
+        assert not waiting.is_alive()
+    assert caplog.text.count("found no cache server") == 1
+
+
+def test_an_engine_without_a_server_ends_before_it_loads_a_model(tmp_path, monkeypatch):
+    monkeypatch.setattr("lmc.server.client.connection.SERVER_START_SECONDS", 0.0)
+    with pytest.raises(TierUnusable, match=r"no cache server answers at .*none\.sock"):
+        CachedModel.load("no such model", Settings(server=tmp_path / "none.sock"))
+    check_server(Settings())
 
 
 def test_a_second_server_at_the_same_socket_is_refused_and_a_dead_one_is_replaced(tmp_path, server):

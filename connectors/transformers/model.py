@@ -40,7 +40,7 @@ from lmc.copies import settle
 from lmc.engine import CacheEngine, DocumentMatch, Match, NewChunk, Plan
 from lmc.errors import ChunkLost, ConfigError, InputError, UnsupportedModel
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds
-from lmc.open_store import open_store
+from lmc.open_store import check_server, open_store
 from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.contract import Reservation
 from lmc.storage.places import MEMORY
@@ -96,7 +96,11 @@ class CachedModel(AbstractContextManager["CachedModel"]):
 
     @classmethod
     def load(cls, name: str | Path, settings: Settings, *, cache_salt: str = "") -> tuple["CachedModel", Any]:
-        """Load a model from a directory or a hub id; return it with a cache engine, and its tokenizer."""
+        """Load a model from a directory or a hub id; return it with a cache engine, and its tokenizer.
+
+        Raises `TierUnusable` before it loads the model if the cache server of the settings does not start.
+        """
+        check_server(settings)
         model, tokenizer = load(name)
         markers = Markers.of(tokenizer, settings.blend_special_str)
         prefix = learn_prefix(tokenizer, settings)

@@ -41,6 +41,7 @@ from lmc.engine import CacheEngine
 from lmc.errors import ConfigError, InputError
 from lmc.http.address import check_addresses
 from lmc.metrics import key
+from lmc.open_store import check_server
 from lmc.storage.places import place_of
 from lmc.storage.tiers.opening import described
 
@@ -91,7 +92,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     _scheduler: Scheduler | None = None
 
     def __init__(self, vllm_config: vllm_api.VllmConfig, role: vllm_api.KVConnectorRole, kv_cache_config: Any) -> None:
-        """Read the settings. Raises `ConfigError` if they do not fit this engine."""
+        """Read the settings. Raises `ConfigError` if they do not fit this engine, `TierUnusable` without its server."""
         join_log()
         if role is vllm_api.KVConnectorRole.SCHEDULER:
             vllm_api.warn_if_untested()
@@ -127,6 +128,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             if role is vllm_api.KVConnectorRole.SCHEDULER:
                 log.warning("lmc is disabled for this model: %s", self._objection)
             return
+        if is_scheduler:
+            check_server(self.settings)
         use_one_table(vllm_config)
         if is_scheduler and len(self._windows) == 1 and (price := price_of_one_table(vllm_config.model_config)):
             log.warning(price)
@@ -144,8 +147,13 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return false. vLLM calls this before it loads the model, so invalid settings raise `ConfigError` early."""
-        check_addresses(Settings.load(extra_config))
+        """Return false. vLLM calls this before it loads the model, so wrong settings and a missing server raise early.
+
+        Raises `ConfigError` or `TierUnusable`. vLLM does not call it if it uses no full CUDA graphs, as on a CPU.
+        """
+        settings = Settings.load(extra_config)
+        check_addresses(settings)
+        check_server(settings)
         return False
 
     @classmethod

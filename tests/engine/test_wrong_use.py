@@ -22,7 +22,7 @@ from lmc.connectors.vllm.start import layers_of_stages
 from lmc.connectors.vllm.vllm_api import KVConnectorBase_V1, KVConnectorRole
 from lmc.connectors.vllm.worker.native import NativeLayers
 from lmc.connectors.vllm.worker.rank_slab import RankSlab
-from lmc.errors import ConfigError, UnsupportedModel
+from lmc.errors import ConfigError, TierUnusable, UnsupportedModel
 from lmc.storage.memory.slab import SlabAddress
 from lmc.storage.worker_parts import Parallelism
 
@@ -376,6 +376,9 @@ def test_with_full_graphs_settings_are_checked_before_there_is_a_model(monkeypat
     for wrong in ({"lmc.admin": "0.0.0.0:9180"}, {"document_events": "somewhere"}):
         with pytest.raises(ConfigError, match=f"LMC_.*{next(iter(wrong.values()))}"):
             LMCConnector.requires_piecewise_for_cudagraph(wrong)
+    monkeypatch.setattr("lmc.server.client.connection.SERVER_START_SECONDS", 0.0)
+    with pytest.raises(TierUnusable, match="no cache server answers at /nowhere"):
+        LMCConnector.requires_piecewise_for_cudagraph({"server": "/nowhere"})
 
 
 def test_the_ranks_of_all_pipeline_stages_have_each_part_of_a_slot_once(monkeypatch):

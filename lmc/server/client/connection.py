@@ -1,9 +1,11 @@
 """A client's connection to a cache server. The command line uses it, too, so it must not import torch."""
 
+import logging
 import os
 import select
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -19,6 +21,10 @@ from lmc.server.greeting import PROTOCOL, CheckIntegrity, Hello, Opening, Retire
 if TYPE_CHECKING:  # This module imports torch.
     from lmc.server.messages import Request
 
+log = logging.getLogger(__name__)
+
+SERVER_START_SECONDS = 60.0  # timeout of an engine that starts, for a server that starts at the same time
+SERVER_POLL_SECONDS = 1.0
 STATUS_SECONDS = 10.0  # timeout of the command line's requests
 CHECK_SECONDS = 120.0  # timeout of the check of a server's bookkeeping
 T = TypeVar("T")
@@ -43,6 +49,26 @@ def status(path: Path) -> ServerStatus:
     """Return the status of the server at a path; raise the errors of `ServerConnection`."""
     with closing(ServerConnection(path, STATUS_SECONDS)) as connection:
         return connection.open(Status(), _status)
+
+
+def wait_for_server(path: Path, seconds: float | None = None) -> None:
+    """Wait until the server at a path responds, for up to `seconds`, by default `SERVER_START_SECONDS`.
+
+    Raises the errors of `ServerConnection`.
+    """
+    seconds = SERVER_START_SECONDS if seconds is None else seconds
+    until, waited = time.monotonic() + seconds, False
+    while True:
+        try:
+            status(path)
+            return
+        except TierUnusable:
+            if time.monotonic() >= until:
+                raise
+        if not waited:
+            log.warning("found no cache server at %s; waiting up to %g s for it", path, seconds)
+        waited = True
+        time.sleep(SERVER_POLL_SECONDS)
 
 
 def check_integrity(path: Path) -> list[str]:
