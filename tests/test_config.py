@@ -153,9 +153,31 @@ class TestPrecedence:
         environ = {"PATH": "/bin", "LMCX_CHUNK_SIZE": "1", "VLLM_LMC_X": "1"}
         assert Settings.load(environ=environ).chunk_size == 256
 
-    @pytest.mark.parametrize("name", ["LMC_LOG_LEVEL", "LMC_KERNELS", "LMC_ROUTER_PORT"])
-    def test_variables_of_other_parts_of_lmc_are_no_settings(self, name: str) -> None:
-        assert Settings.load(environ={name: "1"}).model_dump() == Settings().model_dump()
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("LMC_LOG_LEVEL", "1"),
+            ("LMC_ROUTER_PORT", "1"),
+            *(("LMC_KERNELS", kernels) for kernels in ("", "auto", "triton", "torch")),
+            *(("LMC_CHECK_INTEGRITY", switch) for switch in ("", "true", "TRUE", "1", "yes", "on", "0", "Off")),
+        ],
+    )
+    def test_variables_of_other_parts_of_lmc_are_no_settings(self, name: str, value: str) -> None:
+        assert Settings.load(environ={name: value}).model_dump() == Settings().model_dump()
+
+    @pytest.mark.parametrize(
+        ("name", "value", "valid"),
+        [
+            ("LMC_KERNELS", "tritn", "auto, triton, torch"),
+            ("LMC_KERNELS", "Torch", "auto, triton, torch"),
+            ("LMC_CHECK_INTEGRITY", "maybe", "true or false"),
+        ],
+    )
+    def test_a_wrong_value_of_a_variable_of_another_part_is_refused(self, name: str, value: str, valid: str) -> None:
+        said = refusal(None, **{name: value, "LMC_CHUNK_SIZE": "0"})
+        assert f"invalid {name} = {value}: use " in said
+        assert valid in said
+        assert "chunk_size = '0'" in said, "all errors at once"
 
     @pytest.mark.parametrize(("name", "meant"), [("LMC_LOG_LEVELS", "LMC_LOG_LEVEL"), ("LMC_KERNEL", "LMC_KERNELS")])
     def test_a_misspelt_variable_of_another_part_of_lmc_is_refused(self, name: str, meant: str) -> None:

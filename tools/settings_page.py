@@ -78,7 +78,7 @@ max_local_disk_size: 500      # GB
 
 **Coming from LMCache.** LMCache's names, files and variables are accepted where the meaning is the same. Its settings
 that would change nothing here are ignored with one warning. Settings that enable features that lmc lacks (P2P, PD,
-NIXL, a controller, S3 …) stop the start; the error says for each what to do instead.
+NIXL, a controller …) stop the start; the error says for each what to do instead.
 
 **Kubernetes** sets variables in every pod for a Service whose name begins with `lmc`. They are not read as settings.
 """
@@ -86,7 +86,8 @@ NIXL, a controller, S3 …) stop the start; the error says for each what to do i
 VARIABLES = """
 ## Environment variables
 
-These belong to a process and are not in the YAML file. `lmc config` shows them below the settings.
+These belong to a process and are not in the YAML file. `lmc config` shows them below the settings. An
+invalid level is a warning at start, and any other invalid value an error.
 
 | variable | effect |
 |---|---|

@@ -12,9 +12,10 @@ import torch
 
 from lmc.blend.kernels import attention, place, shift
 from lmc.blend.kernels.operations import Kernels
+from lmc.config.settings import KERNELS
 from lmc.errors import ConfigError
 
-VARIABLE, CHOICES = "LMC_KERNELS", ("auto", "triton", "torch")
+VARIABLE = "LMC_KERNELS"
 MIN_CAPABILITY = (8, 0)  # lowest compute capability for which the tests compile the kernels
 
 
@@ -24,8 +25,8 @@ TORCH = Kernels.of(attention, place, shift, in_pages=False)
 def kernels_of(device: torch.device) -> Kernels:
     """Return the kernels for a device. Raises `ConfigError` if LMC_KERNELS is invalid or cannot be satisfied."""
     choice = os.environ.get(VARIABLE, "") or "auto"
-    if choice not in CHOICES:
-        raise ConfigError(f"invalid {VARIABLE} = {choice}: use one of {', '.join(CHOICES)}")
+    if choice not in KERNELS:
+        raise ConfigError(f"invalid {VARIABLE} = {choice}: use one of {', '.join(KERNELS)}")
     if choice == "torch" or (choice == "auto" and not _compiles_for(device)):
         return TORCH
     if find_spec("triton") is None:

@@ -29,6 +29,7 @@ S3_NAMES = {
 }
 REDIS = r"rediss?\b|unix\b|valkeys?\b|resp\b"  # the beginnings of schemes that are a Redis
 LOSSY = ("cachegen", "kivi")  # codecs that lose precision
+ON = {"true", "1", "yes", "on"}  # values of a switch, in small letters
 NESTED = "extra_config"  # a mapping of further settings
 
 _SYNCHRONOUS = "a lookup is answered at once from memory and never waited for"

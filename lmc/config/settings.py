@@ -16,7 +16,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
-from lmc.config.lmcache import FEATURES, feature_of, ignored, is_on, other_store
+from lmc.config.lmcache import FEATURES, ON, feature_of, ignored, is_on, other_store
 from lmc.config.remote_url import RemoteURL, parse_remote_urls, split_urls, why_wrong
 from lmc.config.sources import (
     REMOVED,
@@ -93,6 +93,8 @@ Whole = Annotated[int, BeforeValidator(_number)]
 Real = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 OTHER_CODECS = {"None": "none", "naive": "none", "lz4": "planes"}  # naive is LMCache's name for the codec none
 Codec = Annotated[Literal["none", "planes"], BeforeValidator(lambda name: OTHER_CODECS.get(str(name), name))]
+
+KERNELS = ("auto", "triton", "torch")  # values of LMC_KERNELS
 
 
 class Settings(BaseModel):
@@ -216,6 +218,7 @@ class Settings(BaseModel):
             read_environment(environ, names, "LMC_"),
             read_environment(environ, names, "LMCACHE_"),
             read_yaml(environ, names),
+            Source(problems=list(_wrong_variables(environ))),
         )
 
     @property
@@ -246,6 +249,15 @@ def _conflicts(settings: Settings) -> Iterator[tuple[str, str, str]]:
         yield "max_local_device_size", "server", "a cache server keeps chunks in host memory; leave one of the two out"
     if settings.local_disk and not settings.max_local_disk_size:
         yield "max_local_disk_size", "local_disk", "a disk tier needs more than 0 GB"
+
+
+def _wrong_variables(environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield an error for each environment variable that is not a setting and has an invalid value."""
+    kernels, checks = environ.get("LMC_KERNELS") or KERNELS[0], environ.get("LMC_CHECK_INTEGRITY")
+    if kernels not in KERNELS:
+        yield f"invalid LMC_KERNELS = {kernels}: use one of {', '.join(KERNELS)}"
+    if is_on(checks) and str(checks).strip().lower() not in ON:
+        yield f"invalid LMC_CHECK_INTEGRITY = {checks}: use true or false"
 
 
 def _wrong_value(name: str, value: object, origin: str) -> str:

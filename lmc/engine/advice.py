@@ -13,7 +13,7 @@ from lmc.documents.escaped import AS_JSON, unescaped
 from lmc.documents.finder import BLOCK, STRIDE, DocumentFinder, FoundRun
 from lmc.documents.known import KnownDocument
 from lmc.engine.cache_engine import CacheEngine
-from lmc.engine.explain import why_elsewhere
+from lmc.engine.explain import known_document, why_elsewhere
 from lmc.engine.planner import DocumentMatch
 from lmc.keys import RecordKind
 
@@ -119,7 +119,7 @@ class Adviser:
     def _known_in(self, found: Iterable[DocumentMatch]) -> Iterator[tuple[Span, KnownDocument]]:
         """Yield the spans of a prompt that are known documents, or parts of them."""
         for match in found:
-            if document := self.engine.known_document(match):
+            if document := known_document(self.engine, match):
                 yield match.span, document
 
     def _runs(self, prompt: Tokens, min_run: int = 0) -> Sequence[FoundRun[KnownDocument]]:

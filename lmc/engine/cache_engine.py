@@ -123,15 +123,6 @@ class CacheEngine:
             found.insert(0, self._document(prompt, start, namespace, learnable=False))
         return tuple(found)
 
-    def known_document(self, document: DocumentMatch) -> KnownDocument | None:
-        """Return the known document that a document of a prompt is, or is a part of; None if it is unknown.
-
-        A document between separators is the known one whose last chunk has the same key.
-        """
-        if document.known is not None or not document.pieces:
-            return document.known
-        return self.known.get(document.pieces[-1].key.hex())
-
     def with_known(
         self, prompt: Sequence[int], documents: Sequence[DocumentMatch], salt: str = ""
     ) -> tuple[DocumentMatch, ...]:

@@ -69,9 +69,19 @@ def explain(
     return found
 
 
+def known_document(engine: CacheEngine, document: DocumentMatch) -> KnownDocument | None:
+    """Return the known document that a document of a prompt is, or is a part of; None if it is unknown.
+
+    A document between separators is the known one whose last chunk has the same key.
+    """
+    if document.known is not None or not document.pieces:
+        return document.known
+    return engine.known.get(document.pieces[-1].key.hex())
+
+
 def _known(engine: CacheEngine, document: DocumentMatch) -> dict[str, Any]:
     """Return the facts about the known document to which a part of a prompt is equal."""
-    known = engine.known_document(document)
+    known = known_document(engine, document)
     if known is None:
         return {}
     first = document.pieces[0].first - len(engine.prefix)
