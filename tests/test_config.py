@@ -505,6 +505,21 @@ class TestLMCache:
         assert why in said
         assert "hunter2" not in said
 
+    @pytest.mark.parametrize(
+        ("url", "named"),
+        [
+            ("s3://bucket", "bucket/test/it"),
+            ("s3://bucket/", "bucket/test/it"),
+            ("s3://bucket/kv", "bucket/kv/test/it"),
+            ("s3://bucket/kv?region=x", "bucket/kv/test/it"),
+            ("s3://bucket.example.com/kv/", "bucket/kv/test/it"),
+        ],
+    )
+    def test_a_bucket_finds_its_prefix(self, url: str, named: str, caplog: pytest.LogCaptureFixture) -> None:
+        given = Settings.load({"remote_url": url, "extra_config": {"s3_file_prefix": "/test/it/"}}, environ={})
+        assert str(parse_remote_url(str(given.remote_url))) == f"S3 bucket {named}"
+        assert not caplog.records
+
     def test_a_bucket_finds_its_login_and_its_address(self) -> None:
         more = {
             "aws_access_key_id": "id",

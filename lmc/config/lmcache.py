@@ -24,6 +24,7 @@ S3_NAMES = {
     "user": "aws_access_key_id",
     "password": "aws_secret_access_key",
     "region": "s3_region",
+    "prefix": "s3_file_prefix",
     "disable_tls": "disable_tls",
     "s3_express": "s3_enable_s3express",
 }
@@ -186,9 +187,11 @@ def _with_options(url: str, given: Mapping[str, object]) -> str:
 
 def _with_bucket(url: str, given: Mapping[str, object]) -> str:
     """Return the URL of a bucket. LMCache writes the address under which a bucket is a host instead of its name."""
-    host, slash, path = url.strip()[len("s3://") :].partition("/")
-    if not given or "@" in host or "?" in url:
-        return url
+    address, mark, query = url.strip()[len("s3://") :].partition("?")
+    host, _, path = address.partition("/")
+    path = "".join(f"/{part}" for part in (path.strip("/"), str(given.get("prefix", "")).strip("/")) if part)
+    if not given or "@" in host or mark:
+        return f"s3://{host}{path}{mark}{query}" if "prefix" in given else url
     options = {"region": given["region"]} if "region" in given else {}
     bucket, dot, _ = host.partition(".")
     if dot:
@@ -197,7 +200,7 @@ def _with_bucket(url: str, given: Mapping[str, object]) -> str:
     if is_on(given.get("s3_express")):
         options["s3_express"] = "true"
     query = f"?{urlencode(options)}" if options else ""
-    return f"s3://{_login(given.get('user'), given.get('password'))}{bucket}{slash}{path}{query}"
+    return f"s3://{_login(given.get('user'), given.get('password'))}{bucket}{path}{query}"
 
 
 def _login(user: object, password: object) -> str:
