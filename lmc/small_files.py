@@ -64,6 +64,16 @@ def writing(file: str, hint: str) -> Iterator[None]:
         raise InputError(f"cannot write {file}: {error.strerror}; {hint}") from None
 
 
+def check_writable(file: Path, hint: str) -> None:
+    """Raise `InputError` with a `hint` if a file cannot be written, before minutes of work. Leaves no empty file."""
+    with writing(str(file), hint):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        existed = file.exists()
+        file.open("a").close()
+        if not existed:
+            file.unlink()
+
+
 @contextmanager
 def sole_writer(file: Path) -> Iterator[None]:
     """Lock a file inside the block against other threads and processes that use this function.

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -19,6 +20,13 @@ MAX_NAMES = 10  # names that `some_of` shows
 # The characters that a terminal obeys, and those that reverse the direction of writing.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 PIPE_COLUMNS = 1 << 16  # width of a file or pipe, so that lines are not wrapped
+
+
+def escape_in_output() -> None:
+    """Make standard output and error escape what their encoding lacks, instead of raising an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # None if the parent process has closed it
+            stream.reconfigure(errors="backslashreplace")
 
 
 def console(*, error: bool = False) -> Console:
@@ -68,4 +76,5 @@ def time_text(seconds: float) -> str:
 
 def print_json(content: object) -> None:
     """Print plain data as JSON for programs."""
-    print(json.dumps(content, ensure_ascii=False))  # noqa: T201
+    is_unicode = str(getattr(sys.stdout, "encoding", None)).lower().startswith("utf")
+    print(json.dumps(content, ensure_ascii=not is_unicode))  # noqa: T201

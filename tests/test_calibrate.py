@@ -24,6 +24,7 @@ from lmc.commands.calibrate.verdict import judge, reads_documents, report_of, ta
 from lmc.commands.cli import app
 from lmc.config.settings import Settings
 from lmc.demo import SHIPPED
+from lmc.small_files import check_writable
 
 MODEL, DOCUMENTS, QUESTIONS = SHIPPED / "model", SHIPPED / "documents", SHIPPED / "questions.json"
 BLENDING = Settings(enable_blending=True, max_local_cpu_size=0.02)
@@ -309,12 +310,38 @@ def test_documents_that_are_too_short_to_be_blended_are_named(tmp_path: Path) ->
     assert "blend_min_tokens" in err
 
 
-def test_a_report_that_cannot_be_written_is_named_behind_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_cannot_be_written_is_named_before_a_measurement_of_minutes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("lmc.commands.calibrate.command._measure", lambda *_: pytest.fail("measured"))
+    code, out, err = lmc(MODEL, "--documents", DOCUMENTS, "--report", "/proc/nowhere/report.json")
+    assert (code, out) == (2, "")
+    assert "cannot write /proc/nowhere/report.json" in err
+    file = tmp_path / "new" / "report.json"
+    check_writable(file, "")
+    assert not file.exists(), "nothing empty is left"
+
+
+def test_the_result_is_shown_even_if_its_report_cannot_be_written_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmc.commands.calibrate.command._measure", lambda *_: measured({0.5: 0.1}))
+    monkeypatch.setattr("lmc.small_files.check_writable", lambda *_: None)
     code, out, err = lmc(MODEL, "--documents", DOCUMENTS, "--report", "/proc/nowhere/report.json")
     assert code == 2
     assert "Blending is not worth it" in out
-    assert "cannot write the report to /proc/nowhere/report.json" in err
+    assert "cannot write /proc/nowhere/report.json" in err
+
+
+def test_a_report_is_written_even_if_its_result_cannot_be_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def failing(*_: object) -> None:
+        raise UnicodeEncodeError("ascii", "…", 0, 1, "ordinal not in range")
+
+    monkeypatch.setattr("lmc.commands.calibrate.command._measure", lambda *_: measured({0.5: 0.1}))
+    monkeypatch.setattr("lmc.commands.calibrate.command._show", failing)
+    with pytest.raises(UnicodeEncodeError):
+        lmc(MODEL, "--documents", DOCUMENTS, "--report", tmp_path / "report.json")
+    assert json.loads((tmp_path / "report.json").read_text())["worth_it"] is False
 
 
 def test_separators_in_a_document_do_not_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,22 @@ def test_config_imports_nothing_that_loads_models() -> None:
     assert {"torch", "numpy", "transformers", "vllm"}.isdisjoint(last.split())
 
 
+def test_a_terminal_that_is_not_utf_8_gets_escapes_and_no_traceback(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", "from lmc.commands.cli import main; main()"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "LMC_LOCAL_DISK": "/tmp/Bücher…😀"}
+
+    def printed(*words: str | Path) -> str:
+        command = [*program, *map(str, words)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    assert "/tmp/B\\xfccher\\u2026\\U0001f600" in printed("config")
+    assert json.loads(printed("config", "--json"))["local_disk"]["value"] == "/tmp/Bücher…😀"
+    (tmp_path / "template").write_text("{% for m in messages %}Größe{{ m.content }}{% endfor %}")
+    assert "Größe" in printed("template", "any", "--template", tmp_path / "template")
+
+
 def test_the_entry_point_runs_as_a_process() -> None:
     command = [sys.executable, "-c", "from lmc.commands.cli import main; main()", "config"]
     root = Path(__file__).parent.parent

@@ -30,7 +30,7 @@ from lmc.commands.serve import faults_of_server, serve, show_status
 from lmc.demo.command import demo
 from lmc.errors import ConfigError, InputError, LmcError
 from lmc.http.address import check_addresses
-from lmc.terminal import AsJson, console, counted, print_json, seconds_of, time_text
+from lmc.terminal import AsJson, console, counted, escape_in_output, print_json, seconds_of, time_text
 
 if TYPE_CHECKING:
     from lmc.commands.inspect import Holdings, TierLocation
@@ -287,7 +287,7 @@ def template(
             text = chat_template(model)
         except (OSError, ImportError) as error:
             raise InputError(f"cannot read a chat template of {model}: {error}") from None
-    typer.echo(with_documents(text, Settings.load().blend_special_str), nl=False)
+    typer.echo(with_documents(text, Settings.load().blend_special_str).encode(), nl=False)  # vLLM reads UTF-8.
 
 
 app.command(name="demo")(demo)
@@ -385,4 +385,5 @@ def settings_table(settings: "Settings") -> Table:
 
 def main() -> None:
     """Run the command `lmc`."""
+    escape_in_output()
     app()

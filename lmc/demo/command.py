@@ -11,7 +11,7 @@ from rich.text import Text
 
 from lmc.demo import REAL, SHIPPED
 from lmc.errors import InputError, needs_transformers
-from lmc.small_files import writing
+from lmc.small_files import check_writable, writing
 from lmc.terminal import console, counted
 
 if TYPE_CHECKING:
@@ -41,12 +41,13 @@ def demo(
 ) -> None:
     """Ask questions over documents in new orders, in four modes, and show the cost and accuracy of each mode."""
     try:
+        from lmc.demo.page import write_page
         from lmc.demo.questions import read_collection, sample
         from lmc.demo.run import demo_settings, run
     except ImportError as error:
         raise needs_transformers("the demo", error) from error
     for output in filter(None, (page, json_file)):
-        _check_writable(output)
+        check_writable(output, OTHER_FILE)
     data = SHIPPED if small else REAL
     collection = sample(read_collection(documents or data / "documents", questions or data / "questions.json"), limit)
     bar = Progress(console=Console(stderr=True), transient=True)
@@ -70,10 +71,14 @@ def demo(
             large=large and small,
             progress=progress,
         )
-    _show(outcome, page)
-    if json_file is not None:
-        with writing(str(json_file), OTHER_FILE):
-            json_file.write_text(outcome.json() + "\n")
+    try:
+        with writing(str(page), OTHER_FILE):
+            write_page(page, outcome)
+        if json_file is not None:
+            with writing(str(json_file), OTHER_FILE):
+                json_file.write_text(outcome.json() + "\n", encoding="utf-8")
+    finally:
+        _show(outcome, page)
 
 
 def _pretrained() -> Path:
@@ -85,20 +90,8 @@ def _pretrained() -> Path:
         raise InputError(f"{error}; or run `lmc demo --small`, which needs no other packages") from error
 
 
-def _check_writable(output: Path) -> None:
-    """Raise `InputError` if a file cannot be written, before minutes of work."""
-    with writing(str(output), OTHER_FILE):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.open("a").close()
-
-
 def _show(outcome: "Outcome", page: Path) -> None:
-    """Print the table, and the answers of at most `MAX_SHOWN_ANSWERS` questions; write the page.
-
-    Raises `InputError` if the page cannot be written.
-    """
-    from lmc.demo.page import write_page
-
+    """Print the table, and the answers of at most `MAX_SHOWN_ANSWERS` questions."""
     columns, rows = outcome.table()
     table = Table(*columns)
     for row in rows:
@@ -110,5 +103,3 @@ def _show(outcome: "Outcome", page: Path) -> None:
     ]
     end = f"answers, and pictures of {counted(len(outcome.pictures), 'prompt')}: {page}"
     console().print(*answers, Text(outcome.heading()), table, Text(end), sep="\n")
-    with writing(str(page), OTHER_FILE):
-        write_page(page, outcome)

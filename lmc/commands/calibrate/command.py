@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lmc.commands.calibrate.verdict import Verdict
     from lmc.config.settings import Settings
 
+OTHER_REPORT = "use --report for another file"
 NOT_WORTH_IT = 1  # the exit code if blending is not worth it
 
 
@@ -42,19 +43,22 @@ def calibrate(
     except ImportError as error:
         raise needs_transformers("lmc calibrate", error) from error
     from lmc.commands.calibrate.verdict import judge, report_of
-    from lmc.small_files import replace_text
+    from lmc.small_files import check_writable, replace_text, writing
 
     if not 0 < agreement <= 1:
         raise InputError(f"invalid --agreement {agreement:g}: use a number above 0 and at most 1")
+    if report is not None:
+        check_writable(report, OTHER_REPORT)
     settings = calibration_settings()
     measured = _measure(model, documents, questions, settings, prompts)
     verdict = judge(measured, agreement)
-    _show(model, measured, verdict, settings)
-    if report is not None:
-        try:
-            replace_text(report, json.dumps(report_of(model, measured, verdict, agreement, settings), indent=1) + "\n")
-        except OSError as error:
-            raise InputError(f"cannot write the report to {report}: {error.strerror}") from error
+    try:
+        if report is not None:
+            content = json.dumps(report_of(model, measured, verdict, agreement, settings), indent=1)
+            with writing(str(report), OTHER_REPORT):
+                replace_text(report, f"{content}\n")
+    finally:
+        _show(model, measured, verdict, settings)
     if verdict.ratio is None:
         raise typer.Exit(NOT_WORTH_IT)
 
