@@ -219,6 +219,22 @@ class TestYaml:
         assert f"YAML {tmp_path}/lmc.yaml" in str(caught.value)
         assert said in str(caught.value)
 
+    def test_a_setting_that_stands_twice_is_refused_with_its_lines(self, tmp_path: Path) -> None:
+        """The last one won silently."""
+        with pytest.raises(
+            ConfigError, match=r"lmc\.yaml .* has chunk_size twice, in lines 1 and 3: leave one"
+        ) as caught:
+            from_yaml(tmp_path, "chunk_size: 64\nremote_url: redis://:hunter2@a\nchunk_size: 128")
+        assert "hunter2" not in str(caught.value)
+        with pytest.raises(ConfigError, match="has s3_region twice, in lines 2 and 3"):
+            from_yaml(tmp_path, "extra_config:\n  s3_region: a\n  s3_region: b")
+        with pytest.raises(ConfigError, match="has s3_region twice, in lines 1 and 1"):
+            from_yaml(tmp_path, "extra_config: {s3_region: a, s3_region: b}")
+        with pytest.raises(ConfigError, match=r"extra_config \(YAML .*\) has password twice"):
+            from_yaml(tmp_path, "extra_config: |\n  password: a\n  password: b")
+        text = "chunk_size: 64\nextra_config: {s3_region: a, more: {s3_region: b}}"
+        assert from_yaml(tmp_path, text).chunk_size == 64, "another mapping may have the same key"
+
     def test_bytes_that_are_no_text_are_refused(self, tmp_path: Path) -> None:
         file = tmp_path / "x.yaml"
         file.write_bytes(b"\xff\xfe\xfa")
@@ -338,6 +354,15 @@ class TestValues:
         assert "hunter2" not in said
         assert caught.value.__cause__ is None
         assert "hunter2" not in str(caught.value.__context__)
+
+    @pytest.mark.parametrize("server", ["http%3A%2F%2Fu%3Ahunter2%40etcd%3A2379", "http%3a//u:hunter2%40etcd"])
+    def test_a_quoted_password_in_a_url_is_masked(self, server: str) -> None:
+        url = f"mooncake://master:50051?metadata_server={server}&protocol=tcp"
+        text = shown("remote_url", Settings(remote_url=url).remote_url)
+        assert "hunter2" not in text
+        assert "etcd" in text
+        assert "mooncake://master:50051" in text
+        assert shown("document_events", "ipc://bucket/a%40b") == "'ipc://bucket/a%40b'", "not a login"
 
     def test_a_password_in_the_wrong_setting_is_masked(self) -> None:
         said = refusal(LMC_LOCAL_DISK="redis://:hunter2@host")

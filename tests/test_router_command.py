@@ -303,6 +303,9 @@ def test_unknown_options_of_a_file_are_named(tmp_path):
     file = tmp_path / "router.yaml"
     file.write_text("polcy: documents\n")
     assert "unknown options polcy" in refused("--config", str(file))
+    for text in ("port: 1\nport: 2", "static-backends: http://a\nstatic_backends: http://b"):
+        file.write_text(text)
+        assert "twice" in refused("--config", str(file))
     file.write_text("[1, 2]")
     assert "it must be a mapping such as 'policy: documents'" in refused("--config", str(file))
 

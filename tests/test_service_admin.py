@@ -570,7 +570,19 @@ def test_the_socket_of_a_server_may_be_named_as_a_path_or_as_engines_name_it(tmp
 
 @pytest.mark.parametrize(
     "text",
-    ["[a]", "t: 3", "t: ''", "t: ' '", "t: ' a'", "' ': a", "t: same\nu: same", f"t: {TOKEN}", "a: [", "\xff"],
+    [
+        "[a]",
+        "t: 3",
+        "t: ''",
+        "t: ' '",
+        "t: ' a'",
+        "' ': a",
+        "t: same\nu: same",
+        "t: one\nt: two",
+        f"t: {TOKEN}",
+        "a: [",
+        "\xff",
+    ],
 )
 def test_a_file_of_tenants_that_is_wrong_is_refused(tmp_path, text):
     file = tmp_path / "tenants.yaml"

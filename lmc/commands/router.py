@@ -48,7 +48,12 @@ def _read_file(context: typer.Context, file: Path | None) -> Path | None:
     if file is None:
         return None
     content = read_mapping(file, f"--config {file}", "policy: documents")
-    values = {str(name).replace("-", "_"): value for name, value in content.items()}
+    values: dict[str, Any] = {}
+    for name, value in content.items():
+        option = str(name).replace("-", "_")
+        if option in values:
+            raise ConfigError(f"--config {file} has {option} twice, with - and with _: leave one of the two out")
+        values[option] = value
     if unknown := values.keys() - names - FORMER_FLAGS:
         raise ConfigError(f"--config {file} has unknown options {', '.join(sorted(unknown))}; see `lmc router --help`")
     for name, value in values.items():

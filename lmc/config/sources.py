@@ -63,6 +63,26 @@ class Given(NamedTuple):
     origin: str
 
 
+class KeyTwice(yaml.YAMLError):
+    """A mapping in YAML has a key twice."""
+
+
+class UniqueKeys(yaml.SafeLoader):
+    """Loads YAML as `yaml.safe_load` does, but raises `KeyTwice` instead of using the last value of a key."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Read a mapping."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and key.value in lines:
+                raise KeyTwice(f"{key.value} twice, in lines {lines[key.value]} and {line}: leave one of the two out")
+            if isinstance(key, yaml.ScalarNode):
+                lines[key.value] = line
+        return node
+
+
 @dataclass(slots=True)
 class Source:
     """One source of settings."""
@@ -113,7 +133,10 @@ class Source:
     def _read_nested(self, given: Given, names: Collection[str]) -> None:
         """Add LMCache's nested mapping of settings. Settings that lmc does not know are ignored with a warning."""
         try:  # A text may be JSON, which is also valid YAML.
-            nested = yaml.safe_load(given.value) if isinstance(given.value, str) else given.value
+            nested = yaml.load(given.value, UniqueKeys) if isinstance(given.value, str) else given.value
+        except KeyTwice as error:
+            self.problems.append(f"{NESTED} ({given.origin}) has {error}")
+            return
         except (yaml.YAMLError, ValueError):  # An impossible date raises ValueError.
             nested = given.value
         if not isinstance(nested, Mapping | None):
@@ -164,7 +187,9 @@ def shown_foreign(name: str, value: object) -> str:
 
 
 def _without_login(text: str) -> str:
-    return re.sub(r"(?<=://)\S*@", "***@", text)
+    """Return a text with the logins of URLs masked, also of URLs that are quoted in the query of another one."""
+    text = re.sub(r"(?<=://)\S*@", "***@", text)
+    return re.sub(r"((?::|%3A)(?:/|%2F){2})[^\s/?&]*%40", r"\1***%40", text, flags=re.IGNORECASE)
 
 
 def log_level(default: int) -> int:
@@ -226,9 +251,11 @@ def read_mapping(path: Path, given: str, example: str) -> dict[Any, Any]:
     Raises `ConfigError`, which begins with `given`, and has an `example` of a line if there is no mapping.
     """
     try:
-        document = yaml.safe_load(path.read_bytes())
+        document = yaml.load(path.read_bytes(), UniqueKeys)
     except OSError as error:
         raise ConfigError(f"{given} cannot be read: {error.strerror}") from error
+    except KeyTwice as error:
+        raise ConfigError(f"{given} has {error}") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-99-99
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
