@@ -487,7 +487,12 @@ def test_sizes_are_those_of_what_is_learned(tmp_path: Path, monkeypatch: pytest.
 def test_what_size_cannot_read_is_said(tmp_path: Path) -> None:
     assert "cannot read the sizes of the model" in lmc("size", tmp_path)[2]
     assert "model nowhere: the directory does not exist, and the hub reports: " in lmc("size", "nowhere")[2]
-    assert "invalid dtype int9" in lmc("size", MODEL, "--dtype", "int9")[2]
+    for name in ("int9", "bool", "complex64", "int8", "float64"):
+        assert f"invalid dtype {name}: use one of auto, bfloat16," in lmc("size", MODEL, "--dtype", name)[2]
+    half = json.loads(lmc("size", MODEL, "--dtype", "bfloat16", "--json")[1])["token"]
+    for name in ("fp8", "fp8_e4m3", "fp8_e5m2", "float8_e4m3fn"):
+        assert json.loads(lmc("size", MODEL, "--dtype", name, "--json")[1])["token"] * 2 == half
+    assert lmc("size", MODEL, "--dtype", "auto") == lmc("size", MODEL)
     assert "does not exist" in lmc("size", MODEL, "--documents", tmp_path / "none")[2]
 
 

@@ -57,15 +57,22 @@ class ModelFacts:
     unblended: str  # why vLLM with lmc cannot blend documents, as far as the configuration says; empty if it may
 
 
+KV_DTYPES: dict[str, torch.dtype | None] = {  # by names that vLLM and torch have; None is the model's dtype
+    "auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
+    "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2,
+    "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2,
+}  # fmt: skip
+
+
 def model_facts(name: str | Path, dtype: str | None = None) -> ModelFacts:
     """Return the sizes of a model's KV from its configuration alone, with the model's own dtype or another dtype.
 
     Of a multimodal model, the text model counts. Raises `InputError` if the configuration lacks the sizes, if lmc does
     not store the model's KV, or if the dtype does not exist.
     """
-    torch_dtype = getattr(torch, dtype, None) if dtype else None
-    if dtype and not isinstance(torch_dtype, torch.dtype):
-        raise InputError(f"invalid dtype {dtype}: use one such as bfloat16")
+    if dtype and dtype not in KV_DTYPES:
+        raise InputError(f"invalid dtype {dtype}: use one of {', '.join(KV_DTYPES)}")
+    torch_dtype = KV_DTYPES[dtype] if dtype else None
     if _is_missing(name):
         raise InputError(f"cannot read a model's configuration in {name}: {MISSING}")
     try:

@@ -62,8 +62,8 @@ def size(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="dtype of the KV: bfloat16, float16, float32 or float8_e4m3fn; default: the model's dtype, and "
-            "bfloat16 for float32, as vLLM serves such models"
+            help="dtype of the KV: bfloat16, float16, float32, fp8 (fp8_e4m3), fp8_e5m2, or auto, the default: the "
+            "model's dtype, and bfloat16 for float32, as vLLM serves such models"
         ),
     ] = None,
     as_json: AsJson = False,
@@ -90,7 +90,7 @@ def size(
     from lmc.storage.chunk_layout import ChunkLayout
 
     settings, facts = Settings.load(), model_facts(model, dtype)
-    narrowed = dtype is None and facts.shape.dtype.itemsize == 4  # float32
+    narrowed = dtype in (None, "auto") and facts.shape.dtype.itemsize == 4  # float32
     facts = model_facts(model, "bfloat16") if narrowed else facts
     shape, chunk_size = facts.shape, settings.chunk_size
     lengths = _lengths(corpus, tokenizer_of(model), facts.positions, split) if corpus.documents else []
