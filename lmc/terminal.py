@@ -74,6 +74,11 @@ def time_text(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
+def to_minute(seconds: float) -> str:
+    """Return a time for a table whose column says UTC, up to its minute."""
+    return time_text(seconds)[: len("2026-01-01 00:00")]
+
+
 def print_json(content: object) -> None:
     """Print plain data as JSON for programs."""
     is_unicode = str(getattr(sys.stdout, "encoding", None)).lower().startswith("utf")

@@ -254,17 +254,43 @@ def test_the_contents_of_a_tier_fit_into_80_columns() -> None:
     meta = replace(meta_of(key_of(1)), tokens=2_345_678, parts=32, codec="planes")
     records = [(Entry(key=meta.key, bytes=123 << 30, used=used), meta) for used in (1.79e9, 1.8e9)]
     screen = io.StringIO()
-    Console(file=screen, width=80).print(holdings_table({bytes(range(32)): records, bytes(32): records}))
+    Console(file=screen, width=80).print(holdings_table({bytes(range(32)): records, bytes(32): records}, narrow=True))
     lines = screen.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     for shown, count in {
         "000102030405": 1,
         "000000000000": 1,
         "9382712": 1,
-        "09-21 14:13": 3,
-        "01-15 08:00": 3,
+        "2026-09-21": 3,
+        "2027-01-15": 3,
+        "14:13": 3,
+        "08:00": 3,
+        "UTC": 2,
     }.items():
         assert screen.getvalue().count(shown) == count, shown
+
+
+def test_numbers_that_do_not_fit_into_a_terminal_end_with_a_sign() -> None:
+    meta = replace(meta_of(key_of(1)), tokens=316_049_152, parts=32)
+    records = [(Entry(key=meta.key, bytes=40_000 << 30, used=1.79e9), meta)]
+    screen = io.StringIO()
+    Console(file=screen, width=48).print(holdings_table({bytes(32): records}, narrow=True))
+    for cells in rows(screen.getvalue())[2:]:
+        for number in filter(str.strip, cells[1:4]):
+            assert number in ("1", "316049152", "40000") or number.endswith("…"), number
+
+
+def test_stat_and_clear_say_whose_records_a_namespace_has(tmp_path: Path) -> None:
+    fill(tmp_path, (0, ONE))
+    with closing(DiskTier(tmp_path, UNBOUNDED)) as tier:
+        meta = replace(meta_of(key_of(1)), namespace=TWO, model="Qwen/Qwen3-8B", tenant="0123456789abcdef")
+        tier.write(meta, [stored(meta)])
+    assert ["b2" * 6, "012345", "Qwen/Qwen3-8B"] in rows(lmc("stat", tmp_path)[1])
+    namespaces = json.loads(lmc("stat", tmp_path, "--json")[1])[0]["namespaces"]
+    assert [namespaces[name.hex()]["model"] for name in (ONE, TWO)] == ["", "Qwen/Qwen3-8B"]
+    assert namespaces[TWO.hex()]["tenant"] == "0123456789abcdef"
+    code, out, _ = lmc("clear", tmp_path, "--namespace", "b2")  # Nobody confirms it.
+    assert (code, "Remove 1 record of Qwen/Qwen3-8B for tenant 012345 from" in out) == (1, True)
 
 
 def test_clear_removes_exactly_the_records_of_one_namespace(tmp_path: Path) -> None:

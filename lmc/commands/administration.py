@@ -25,7 +25,7 @@ ADMIN_URL = "http://127.0.0.1:9180"
 SHOWN_ID_DIGITS, SHOWN_TENANT_DIGITS = 12, 6  # displayed digits of an id, and of a tenant's digest
 COLUMNS = ("id", "name", "model", "tenant", "tokens", "places", "uses", "last used", "stays")
 ALWAYS = ("id", "name", "tokens", "uses", "last used")  # columns of a table that are never left out
-NAME_WIDTH, DATE_LENGTH, MINUTE = 20, 10, slice(5, 16)  # characters of a name and of a date; month to minute of a time
+NAME_WIDTH, DATE_LENGTH = 20, 10  # characters of a name and of a date
 
 RENDERING = {CHAT: "/v1/chat/completions/render", RESPONSE: "/v1/responses/render"}  # vLLM's paths, by a body's field
 NOT_FOUND = 404
@@ -184,7 +184,7 @@ def remove(names: Names, url: Address = ADMIN_URL) -> None:
 def document_table(documents: Sequence[dict[str, Any]]) -> Table:
     """Return a table that fits into 80 columns. It lacks empty columns, and the model if there is only one.
 
-    Of a long name, the beginning and the end are shown.
+    Of a long name, the beginning and the end are shown, and of a time its date in UTC.
     """
     rows = [_row(document) for document in documents]
     for row, document in zip(rows, documents, strict=True):
@@ -193,7 +193,7 @@ def document_table(documents: Sequence[dict[str, Any]]) -> Table:
             row[COLUMNS.index("name")] = f"{name[: NAME_WIDTH - len(AS_JSON) - 1]}…{name[-len(AS_JSON) :]}"
         until = f"until {time_text(document['expires'])[:DATE_LENGTH]}" if document["expires"] else ""
         row[-1] = ", ".join(filter(None, ("pinned" if document["pinned"] else "", until)))
-        row[-2] = time_text(document["used"])[MINUTE]
+        row[-2] = time_text(document["used"])[:DATE_LENGTH]
     values = [{row[at] for row in rows} for at in range(len(COLUMNS))]
     shown = [
         at
@@ -206,7 +206,7 @@ def document_table(documents: Sequence[dict[str, Any]]) -> Table:
         table.add_column(
             column,
             no_wrap=column in ALWAYS,
-            overflow="ellipsis" if is_name else "fold",
+            overflow="ellipsis" if column in ALWAYS else "fold",
             max_width=NAME_WIDTH if is_name else None,
         )
     for row in rows:

@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 
 from lmc import __version__
 from lmc.commands import top as tops
-from lmc.commands.administration import MINUTE, documents, explain
+from lmc.commands.administration import SHOWN_TENANT_DIGITS, documents, explain
 from lmc.commands.calibrate.command import calibrate
 from lmc.commands.learn.command import learn
 from lmc.commands.learn.size import size
@@ -30,7 +30,7 @@ from lmc.commands.serve import faults_of_server, serve, show_status
 from lmc.demo.command import demo
 from lmc.errors import ConfigError, InputError, LmcError
 from lmc.http.address import check_addresses
-from lmc.terminal import AsJson, console, counted, escape_in_output, print_json, seconds_of, time_text
+from lmc.terminal import AsJson, console, counted, escape_in_output, print_json, printable, seconds_of, to_minute
 
 if TYPE_CHECKING:
     from lmc.commands.inspect import Holdings, TierLocation
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from lmc.storage.tiers.record import RecordMeta
     from lmc.storage.tiers.tier import Entry, ListedTier
 
+USES = "oldest use, UTC", "latest use, UTC"  # columns
+WIDE_COLUMNS = 110  # of a terminal that has room for date and time in one line
+MANY_GIB = 1000  # from which on a table has no fractions of GiB
 FAILED = 2  # exit code after an `LmcError` or a wrong command line
 # click's UsageError. Since typer 0.29 it comes from typer's private copy of click, which has no types.
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
@@ -196,7 +199,10 @@ def stat(
         return
     for place in places(directory):
         holdings, unreadable = survey(place)
-        console().print(Text(place.name), holdings_table(holdings))
+        out = console()
+        out.print(Text(place.name), holdings_table(holdings, narrow=out.width < WIDE_COLUMNS))
+        if any(meta.model or meta.tenant for records in holdings.values() for _, meta in records):
+            console().print(owners_table(holdings))
         if unreadable:
             console().print(f"{unreadable} records have unreadable headers: run lmc check")
 
@@ -233,11 +239,14 @@ def clear(
     with ExitStack() as open_tiers:
         tiers = [(place, open_tiers.enter_context(place.opened(change=True))) for place in places(directory)]
         by_age = unused_for is not None or keep is not None
-        doomed = old_records(tiers, unused_seconds, keep) if by_age else doomed_records(tiers, namespace)
+        if by_age:
+            doomed, owner = old_records(tiers, unused_seconds, keep), ""
+        else:
+            doomed, owner = doomed_records(tiers, namespace)
         count = sum(map(len, doomed.values()))
         names = " and ".join(place.name for place, _ in tiers)
         if not yes:
-            typer.confirm(f"Remove {counted(count, 'record')} from {names}?", abort=True)
+            typer.confirm(printable(f"Remove {counted(count, 'record')}{owner} from {names}?"), abort=True)
         removed = sum(tier.delete(key) for place, tier in tiers for key in doomed[place.name])
         for place, tier in tiers:
             if isinstance(tier, DiskTier) and not by_age:  # Otherwise pinned documents would be learned again.
@@ -304,46 +313,72 @@ app.add_typer(documents, name="documents")
 
 def doomed_records(
     tiers: "Sequence[tuple[TierLocation, ListedTier]]", namespace: str | None
-) -> "dict[str, list[ChunkKey]]":
-    """Return the keys of the records of one namespace, or of all records, by the name of the tier.
+) -> "tuple[dict[str, list[ChunkKey]], str]":
+    """Return the keys of the records of one namespace, or of all records, by the name of the tier, and their owner.
 
-    Raises `InputError` if `namespace` does not match exactly one namespace.
+    The owner is the namespace's model and tenant as text after a number of records, or empty. Raises `InputError` if
+    `namespace` does not match exactly one namespace.
     """
     from lmc.commands.inspect import find_namespace, survey
 
     if namespace is None:
-        return {place.name: [entry.key for entry in tier.entries()] for place, tier in tiers}
+        return {place.name: [entry.key for entry in tier.entries()] for place, tier in tiers}, ""
     # `survey` opens tiers read-only. A tier that is open for changes would record a use of each record that it reads.
     holdings = {place.name: survey(place)[0] for place, _ in tiers}
     digest = find_namespace(namespace, chain.from_iterable(holdings.values()))
-    return {name: [entry.key for entry, _ in records.get(digest, ())] for name, records in holdings.items()}
+    of_place = {name: records.get(digest, []) for name, records in holdings.items()}
+    summary = _summary([*chain.from_iterable(of_place.values())])
+    owner = f" of {summary['model']}" if summary["model"] else ""
+    owner += f" for tenant {summary['tenant'][:SHOWN_TENANT_DIGITS]}" if summary["tenant"] else ""
+    return {name: [entry.key for entry, _ in records] for name, records in of_place.items()}, owner
 
 
-def holdings_table(holdings: "Holdings") -> Table:
-    """Return a table that fits into 80 columns, with one row per namespace, the largest first, and their total."""
-    from lmc.commands.inspect import NAMESPACE_DIGITS
+def holdings_table(holdings: "Holdings", *, narrow: bool = False) -> Table:
+    """Return a table with one row per namespace, the largest first, and their total.
+
+    With `narrow`, it fits into 80 columns. Numbers that do not fit into the terminal end with an ellipsis.
+    """
     from lmc.shapes import GIB
 
+    def broken(text: str) -> str:  # into two lines
+        return text.replace(" ", "\n", 1) if narrow else text
+
     table = Table(padding=0)
-    wrapped = "layers", "bytes a token", "codec"
-    for column in ("namespace", "records", "tokens", "GiB", *wrapped, "oldest use", "latest use"):
-        table.add_column(column, no_wrap=column not in wrapped, overflow="fold")
-    rows = [(digest.hex()[:NAMESPACE_DIGITS], _summary(records)) for digest, records in holdings.items()]
-    rows.sort(key=lambda row: -row[1]["bytes"])
-    for name, row in [*rows, ("total", _summary([*chain.from_iterable(holdings.values())]))]:
+    columns = "namespace", "records", "tokens", "GiB", "layers", "bytes a token", "codec", *USES
+    for column in columns:
+        wraps = column in ("layers", "codec")
+        table.add_column(broken(column), no_wrap=not wraps, overflow="fold" if wraps else "ellipsis")
+    for name, row in [*_by_size(holdings), ("total", _summary([*chain.from_iterable(holdings.values())]))]:
         if name == "total":
             table.add_section()
         table.add_row(
             name,
             str(row["records"]),
             str(row["tokens"]),
-            f"{row['bytes'] / GIB:.3f}",
+            f"{row['bytes'] / GIB:.{3 if row['bytes'] < MANY_GIB * GIB else 0}f}",
             ", ".join(map(str, row["layers"])) or "-",
             f"{row['bytes'] / row['tokens']:.0f}" if row["tokens"] else "-",
             ", ".join(row["codecs"]) or "-",
-            *([time_text(used)[MINUTE] for used in row["used"]] or "--"),
+            *([broken(to_minute(used)) for used in row["used"]] or "--"),
         )
     return table
+
+
+def owners_table(holdings: "Holdings") -> Table:
+    """Return a table with the model and the tenant of each namespace, in the order of `holdings_table`."""
+    table = Table("namespace", "tenant", "model", padding=0)
+    table.columns[-1].overflow = "fold"
+    for name, row in _by_size(holdings):
+        table.add_row(name, Text(row["tenant"][:SHOWN_TENANT_DIGITS] or "-"), Text(printable(row["model"]) or "-"))
+    return table
+
+
+def _by_size(holdings: "Holdings") -> list[tuple[str, dict[str, Any]]]:
+    """Return the first digits and the summary of each namespace, the largest first."""
+    from lmc.commands.inspect import NAMESPACE_DIGITS
+
+    rows = [(digest.hex()[:NAMESPACE_DIGITS], _summary(records)) for digest, records in holdings.items()]
+    return sorted(rows, key=lambda row: -row[1]["bytes"])
 
 
 def holdings_summary(place: str, holdings: "Holdings", unreadable: int) -> dict[str, Any]:
@@ -355,6 +390,8 @@ def holdings_summary(place: str, holdings: "Holdings", unreadable: int) -> dict[
 def _summary(records: "Sequence[tuple[Entry, RecordMeta]]") -> dict[str, Any]:
     times = [entry.used for entry, _ in records if entry.used]
     return {
+        "model": ", ".join(sorted({meta.model for _, meta in records if meta.model})),
+        "tenant": ", ".join(sorted({meta.tenant for _, meta in records if meta.tenant})),
         "records": len(records),
         "tokens": sum(meta.tokens for _, meta in records),
         "bytes": sum(entry.bytes for entry, _ in records),
