@@ -631,6 +631,8 @@ def test_wrong_input_is_one_clear_line(tmp_path: Path, words: list[str], message
         ("0.0.0.0:9180", "", "can be reached from other hosts: set LMC_ADMIN_TOKEN to a secret"),
         ("0.0.0.0:9180", "hunter2", ""),
         ("127.0.0.1:9180", "", ""),
+        ("127.0.0.2:9180", "", ""),  # It is a host of its own in a trial with several.
+        ("127.0.0.1.example.com:9180", "", "can be reached from other hosts: set LMC_ADMIN_TOKEN to a secret"),
         ("http://10.0.0.7:9180", "", ""),  # for commands, which ask an engine elsewhere
         ("unix://lmc.sock", "", "must have the path of a socket"),
         ("unix:///run/lmc.sock", "", ""),

@@ -977,7 +977,7 @@ def test_a_client_of_the_socket_does_not_get_the_operator_s_token(service, monke
 ELSEWHERE = [
     "http://192.0.2.1:9180", "http://example.com:9180", "http://127.0.0.1.example.com:80",
     "http://127.0.0.1:1@192.0.2.1:80", "http://me@127.0.0.1:80", "http://127.0.0.1:80/elsewhere",
-    "http://127.0.0.1:80\n", "https://192.0.2.1:443", "192.0.2.1:9180", "unix://relative",
+    "http://127.0.0.1:80\n", "http://127.0.0:80", "http://127.0.0.1.1:80", "https://192.0.2.1:443", "192.0.2.1:9180", "unix://relative",
 ]  # fmt: skip
 
 

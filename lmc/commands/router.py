@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmc.errors import ConfigError
-from lmc.http.address import LOCAL, TOKEN, admin_token
+from lmc.http.address import TOKEN, admin_token, is_local
 from lmc.router.engines import EnginePorts, Engines
 from lmc.router.policies import from_command_line
 
@@ -167,7 +167,7 @@ def router(
     settings = RouterSettings(
         session_key=options.session_key, special_string=options.special_string, exact_tokens=options.exact_tokens,
         api_key=api_key, tokenizers=paths_of_models(tokenizers), tokenizer_processes=options.tokenizer_processes,
-        admin_token=admin_token(), open_admin=host in LOCAL, max_requests=max_requests,
+        admin_token=admin_token(), open_admin=is_local(host), max_requests=max_requests,
         client_tokens=frozenset(items(client_tokens)), allowed_paths=frozenset(items(options.allowed_paths)),
         max_body=options.max_body_mib << 20, max_held=options.max_held_mib << 20,
         health_seconds=options.health_seconds, answer_seconds=answer_seconds,
@@ -183,7 +183,7 @@ def router(
     if chosen_policy.needs.cutter is not None:
         chosen_policy.needs.cutter.special_string = options.special_string
     check_kv_events(name, chosen_policy, engines, source)
-    if host not in LOCAL and not settings.client_tokens:
+    if not is_local(host) and not settings.client_tokens:
         log.warning("lmc router: admits every client that reaches --host %s; set %s_CLIENT_TOKENS", host, PREFIX)
     _run(checked(settings, TOKEN), name, chosen_policy, engines, source, (host, port), moved)
 

@@ -5,6 +5,8 @@ An address is `host:port`, or `unix:///path` of a unix socket.
 
 import os
 import re
+from contextlib import suppress
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from lmc.errors import ConfigError
@@ -16,7 +18,7 @@ if TYPE_CHECKING:  # The settings import YAML, which `lmc --help` does not need.
 ADDRESS, TOKEN, DOCUMENT_EVENTS = "LMC_ADMIN", "LMC_ADMIN_TOKEN", "LMC_DOCUMENT_EVENTS"
 DOCUMENT_TOPIC = "lmc.documents"  # ZeroMQ topic of document events
 LOCAL, UNIX = ("127.0.0.1", "localhost", "::1"), "unix://"
-LOCAL_URL = re.compile(r"http://(127\.0\.0\.1|localhost|\[::1\]):[0-9]{1,5}|unix:///[^?#\s]+")
+LOCAL_URL = re.compile(r"http://(127\.[0-9.]+|localhost|\[::1\]):[0-9]{1,5}|unix:///[^?#\s]+")
 LAST_PORT = 65535
 EVENTS_HINT = "use an address such as tcp://*:5558"
 
@@ -48,7 +50,7 @@ def host_and_port(address: str, token: str, setting: str = ADDRESS) -> tuple[str
             f"{setting} = {address} must be an address such as 127.0.0.1:9180, or unix:///run/lmc/admin.sock"
         )
     host = host.strip("[]") or LOCAL[0]
-    if host not in LOCAL and not token:
+    if not is_local(host) and not token:
         raise ConfigError(f"{setting} = {address} can be reached from other hosts: set {TOKEN} to a secret")
     return host, int(port)
 
@@ -86,9 +88,17 @@ def url_of(address: str, token: str, engine: int = 0) -> str:
     return f"http://[{host}]:{port + engine}" if ":" in host else f"http://{host}:{port + engine}"
 
 
+def is_local(host: str) -> bool:
+    """Return whether only this host can reach what listens at a name or an IP address."""
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return host in LOCAL
+
+
 def is_local_url(url: str) -> bool:
     """Return whether a URL names an administration endpoint of this host: loopback or a unix socket."""
-    return LOCAL_URL.fullmatch(url) is not None
+    found = LOCAL_URL.fullmatch(url)
+    return found is not None and (found[1] is None or is_local(found[1].strip("[]")))
 
 
 def event_addresses(address: str) -> list[str]:

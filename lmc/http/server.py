@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lmc.errors import ConfigError
-from lmc.http.address import LOCAL, TOKEN, UNIX, host_and_port, socket_path
+from lmc.http.address import TOKEN, UNIX, host_and_port, is_local, socket_path
 from lmc.http.timeouts import TimedConnection
 from lmc.shapes import KIB, MIB
 
@@ -241,7 +241,7 @@ class Guard:
             return 401, f"missing or wrong bearer token: send {TOKEN} in the header `Authorization: Bearer …`"
         host = headers.get("host", "").rpartition("@")[2]
         name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
-        if not self._token and name not in LOCAL:  # The request may come from a web page in a browser.
+        if not self._token and not is_local(name):  # The request may come from a web page in a browser.
             return 403, f"host {name!r} is not accepted: use localhost, or set {TOKEN}"
         length, max_bytes = headers.get("content-length", "0"), self._may_have(scope)
         if length.isdecimal() and int(length) > max_bytes:
