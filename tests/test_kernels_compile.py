@@ -141,6 +141,7 @@ def spilled(case: Case) -> int:
 SPILLED_ONCE = {
     (90, "_paid-shared-bf16-128-7-in one block"), (80, "_attend-16-16-whole-alone-chunk-bf16-512-8"),
     (100, "_attend-64-32-hides-sums-bf16-128-4"), (120, "_alike-64-True"),
+    (120, "_attend-64-16-whole-sums-bf16-64-16-512"), (120, "_attend-64-16-whole-alone-bf16-64-16-512"),
 }  # fmt: skip
 
 
