@@ -50,11 +50,15 @@ def mounts(one: dict[str, Any]) -> dict[str, str]:
     return {path: there for path, there in found.items() if there}
 
 
+FLAGS = {"--page-locked"}  # options without a value
+
+
 def served(command: list[str]) -> dict[str, str]:
     """Return the options of a command that starts a cache server."""
     assert command[:2] == ["lmc", "serve"]
-    options = dict(zip(command[2::2], command[3::2], strict=True))
-    assert {option.removeprefix("--") for option in options} <= inspect.signature(serve).parameters.keys()
+    words = [word for word in command[2:] if word not in FLAGS]
+    options = dict(zip(words[::2], words[1::2], strict=True)) | dict.fromkeys(FLAGS & {*command}, "")
+    assert {option.removeprefix("--").replace("-", "_") for option in options} <= inspect.signature(serve).parameters.keys()
     return options
 
 
@@ -274,6 +278,7 @@ def test_containers_of_a_host_find_the_server_and_their_lifelines_at_the_same_pa
         settings = Settings.load(environ=engine["environment"])
         assert str(settings.server) == options["--socket"]
         assert engine["depends_on"] == {"lmc": {"condition": "service_healthy"}}
+        assert engine["ulimits"]["memlock"] == -1 or "--page-locked" not in options
     assert options["--memory"].startswith("/dev/shm/")
     assert f"disk:{own.local_disk}" in server["volumes"]
     cmd, *check = server["healthcheck"]["test"]
