@@ -58,7 +58,8 @@ def served(command: list[str]) -> dict[str, str]:
     assert command[:2] == ["lmc", "serve"]
     words = [word for word in command[2:] if word not in FLAGS]
     options = dict(zip(words[::2], words[1::2], strict=True)) | dict.fromkeys(FLAGS & {*command}, "")
-    assert {option.removeprefix("--").replace("-", "_") for option in options} <= inspect.signature(serve).parameters.keys()
+    names = {option.removeprefix("--").replace("-", "_") for option in options}
+    assert names <= inspect.signature(serve).parameters.keys()
     return options
 
 
