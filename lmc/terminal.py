@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from lmc.errors import InputError
-from lmc.keys import MAX_TTL_SECONDS
+from lmc.keys import MAX_TTL_SECONDS, UNIT_SECONDS
 
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
@@ -41,7 +41,7 @@ def console(*, error: bool = False) -> Console:
 def seconds_of(text: str) -> float:
     """Return the seconds of a time such as `90`, `90s`, `30m`, `12h` or `7d`; raise `InputError` for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
-    seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]] if match else 0.0
+    seconds = float(match[1]) * UNIT_SECONDS[match[2] or "s"] if match else 0.0
     if not 0 < seconds < MAX_TTL_SECONDS:
         hint = "use a number of seconds, or a number with s, m, h or d, such as 7d, below 100 years"
         raise InputError(f"invalid time {text!r}: {hint}")

@@ -143,6 +143,19 @@ def test_a_terminal_that_is_not_utf_8_gets_escapes_and_no_traceback(tmp_path: Pa
     assert "Größe" in printed("template", "any", "--template", tmp_path / "template")
 
 
+def test_ctrl_c_during_imports_leaves_no_traceback() -> None:
+    program = (
+        "import signal, sys, threading; import lmc.__main__\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name.startswith('lmc.commands'): signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "lmc.__main__.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_the_entry_point_runs_as_a_process() -> None:
     command = [sys.executable, "-c", "from lmc.commands.cli import main; main()", "config"]
     root = Path(__file__).parent.parent

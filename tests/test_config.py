@@ -262,6 +262,11 @@ class TestValues:
     def test_a_directory_is_a_path_or_a_file_url(self, written: object, path: str) -> None:
         assert Settings(local_disk=written).local_disk == Path(path)
 
+    @pytest.mark.parametrize(("given", "seconds"), [("7d", 604800), ("12h", 43200), ("90s", 90), ("60", 60), (60, 60)])
+    def test_a_time_to_live_may_have_a_unit(self, given: object, seconds: int, tmp_path: Path) -> None:
+        assert from_yaml(tmp_path, f"remote_ttl: {given}").remote_ttl == seconds
+        assert Settings.load(environ={"LMC_REMOTE_TTL": str(given)}).remote_ttl == seconds
+
     def test_a_tilde_is_the_home_directory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HOME", "/home/someone")
         assert Settings(local_disk="~/kv").local_disk == Path("/home/someone/kv")
@@ -293,6 +298,8 @@ class TestValues:
             ("local_disk", "~nobody-by-this-name/kv"),
             ("remote_deadline", 0),
             ("remote_ttl", -1),
+            ("remote_ttl", "7w"),
+            ("remote_ttl", "-7d"),
             ("remote_prefix", ""),
             ("remote_prefix", "{tenant}"),
             ("remote_serde", "zip"),

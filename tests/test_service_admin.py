@@ -543,7 +543,9 @@ def test_tls(tmp_path):
     ("words", "why"),
     [
         (["--http", "0.0.0.0:9180"], "can be reached from other hosts: set LMC_ADMIN_TOKEN"),
-        (["--http", "here"], "must be an address"),
+        (["--http", "here"], "--http = here must be an address"),
+        (["--document-events", "here"], "--document-events = here is not a ZeroMQ address"),
+        (["--config", "/nowhere.yaml"], "--config /nowhere.yaml cannot be read"),
         (["--http", "127.0.0.1:99999"], "must be an address"),
         (["--tenants", "t.yaml"], "need --http"),
         (["--http", "127.0.0.1:0", "--key", "k.pem"], "set both --certificate and --key"),
@@ -553,6 +555,14 @@ def test_tls(tmp_path):
 def test_options_that_do_not_go_together_are_refused_before_anything_is_opened(tmp_path, words, why):
     code, _, err = lmc("serve", "--socket", tmp_path / "lmc.sock", *words, token="")
     assert (code, why in err, list(tmp_path.iterdir())) == (2, True, [])
+
+
+def test_an_error_names_the_variable_of_an_address_that_is_not_an_option(tmp_path, monkeypatch):
+    for variable in ("LMC_ADMIN", "LMC_DOCUMENT_EVENTS"):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "here")
+            code, _, err = lmc("serve", "--socket", tmp_path / "lmc.sock", token="")
+        assert (code, f"error: {variable} = here " in err) == (2, True)
 
 
 def test_the_socket_of_a_server_may_be_named_as_a_path_or_as_engines_name_it(tmp_path):

@@ -8,14 +8,14 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from lmc.errors import ConfigError, InputError, TierUnusable, need_msgspec
-from lmc.http.address import TOKEN, UNIX, host_and_port
+from lmc.http.address import ADDRESS, DOCUMENT_EVENTS, TOKEN, UNIX, host_and_port
 from lmc.shapes import GIB, KIB
 from lmc.storage.places import fastest_first, place_of
 from lmc.terminal import console, counted, print_json
@@ -28,6 +28,13 @@ log = logging.getLogger(__name__)
 
 TAKEOVER_SECONDS = 600.0  # timeout for the end of the previous server
 SWITCH_SECONDS = 5e-5  # thread switch interval of the interpreter; Python's default is 100 times longer
+
+
+class OptionNames(NamedTuple):
+    """Where addresses come from, an option or a variable, as errors name them."""
+
+    http: str
+    document_events: str
 
 
 EventAddresses = Annotated[
@@ -82,20 +89,22 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # Without a handler, process 1 in a container ignores it.
     need_msgspec()
     from lmc.config.settings import Settings
-    from lmc.config.sources import set_up_log
+    from lmc.config.sources import read_mapping, set_up_log
     from lmc.server.server import CacheServer
     from lmc.storage.tiers.opening import described
 
     if config is not None:
+        read_mapping(config, f"--config {config}", "chunk_size: 256")  # for an error that names the option
         os.environ["LMC_CONFIG_FILE"] = str(config)
     settings = Settings.load()
+    names = OptionNames("--http" if http else ADDRESS, "--document-events" if document_events else DOCUMENT_EVENTS)
     http, document_events = http or settings.admin or "", document_events or settings.document_events or ""
     token = settings.admin_token or ""
-    tenant_salts = _checked(http, token, tenants, certificate, key)
+    tenant_salts = _checked(http, token, tenants, certificate, key, names.http)
     path, group_number = _path_of(socket, settings.server), _number_of(group)
     set_up_log()
     sys.setswitchinterval(SWITCH_SECONDS)
-    _prepare(settings, http, document_events)
+    _prepare(settings, http, document_events, names)
     if takeover:
         _take_over(path)
     memory_path = memory.absolute() if memory else None
@@ -106,9 +115,9 @@ def serve(
     with ExitStack() as opened:
         opened.callback(_close, server)
         if document_events:
-            opened.callback(_published(server, document_events))
+            opened.callback(_published(server, document_events, names.document_events))
         if http:
-            opened.callback(_administered(server, http, token, tenant_salts, certificate, key))
+            opened.callback(_administered(server, http, token, tenant_salts, certificate, key, names.http))
         # Without this, each full garbage collection would scan all imported objects, and block responses for 0.1 s.
         gc.collect()
         gc.freeze()
@@ -191,7 +200,7 @@ def _close(server: "CacheServer") -> None:
 
 
 def _checked(
-    address: str, token: str, tenants: Path | None, certificate: Path | None, key: Path | None
+    address: str, token: str, tenants: Path | None, certificate: Path | None, key: Path | None, setting: str
 ) -> dict[str, str]:
     """Return the cache salts of tenants, by token. Raises `ConfigError` for invalid or incompatible options."""
     from lmc.http.server import Certificate
@@ -203,7 +212,7 @@ def _checked(
     if tenants is not None and not token:
         raise ConfigError(f"--tenants needs a token for the server itself: set {TOKEN}")
     if address and not address.startswith(UNIX):
-        host_and_port(address, token, "--http")
+        host_and_port(address, token, setting)
     if certificate and key:  # Check before a takeover: an error must not stop the old server.
         Certificate(certificate, key).check()
     salts = _tenants_in(tenants) if tenants else {}
@@ -219,6 +228,7 @@ def _administered(
     tenants: dict[str, str],
     certificate: Path | None,
     key: Path | None,
+    setting: str,
 ) -> Callable[[], None]:
     """Start the HTTP server, and return the function that stops it. Raises `ConfigError` if it cannot start."""
     from lmc.http.server import Certificate
@@ -227,10 +237,10 @@ def _administered(
     from lmc.server.overview import Overview
 
     tls = Certificate(certificate, key) if certificate and key else None
-    return serve_http(application(Overview(server), token, tenants), address, token, setting="--http", certificate=tls)
+    return serve_http(application(Overview(server), token, tenants), address, token, setting=setting, certificate=tls)
 
 
-def _published(server: "CacheServer", address: str) -> Callable[[], None]:
+def _published(server: "CacheServer", address: str, setting: str) -> Callable[[], None]:
     """Start publishing document events, and return the function that stops it. Raises `ConfigError` on failure."""
     from lmc.background import Background
     from lmc.documents.events import DocumentEvents
@@ -238,10 +248,10 @@ def _published(server: "CacheServer", address: str) -> Callable[[], None]:
 
     arenas = server.arenas
     events = DocumentEvents(arenas.changes, arenas.document, lambda _: None, Background())
-    return DocumentPublisher(address, events).close
+    return DocumentPublisher(address, events, setting=setting).close
 
 
-def _prepare(settings: "Settings", http: str, document_events: str) -> None:
+def _prepare(settings: "Settings", http: str, document_events: str, names: OptionNames) -> None:
     """Import the modules of the HTTP server, which takes seconds, and check packages and event addresses.
 
     A server that will be taken over runs meanwhile, and keeps running after an error. Raises `ConfigError` if a package
@@ -252,14 +262,14 @@ def _prepare(settings: "Settings", http: str, document_events: str) -> None:
 
     check_packages(settings)
     if document_events:
-        event_addresses(document_events)
+        event_addresses(document_events, names.document_events)
     try:
         if http:
             import uvicorn  # noqa: F401
 
             from lmc.server import http_api  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"--http needs the package {error.name}: pip install fastapi uvicorn") from None
+        raise ConfigError(f"{names.http} needs the package {error.name}: pip install fastapi uvicorn") from None
 
 
 def _tenants_in(file: Path) -> dict[str, str]:

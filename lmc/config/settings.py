@@ -29,6 +29,7 @@ from lmc.config.sources import (
     shown_foreign,
 )
 from lmc.errors import ConfigError
+from lmc.keys import UNIT_SECONDS
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,12 @@ def _token(value: object) -> object:
     if isinstance(value, str) and value.isspace():
         raise ValueError("white space only")
     return (value.strip() or None) if isinstance(value, str) else value
+
+
+def _seconds(value: object) -> object:
+    """Return the seconds of a text such as 90s, 30m, 12h or 7d."""
+    match = re.fullmatch(r"(\d+)([smhd])", value.strip()) if isinstance(value, str) else None
+    return int(match[1]) * UNIT_SECONDS[match[2]] if match else value
 
 
 def _only(value: object) -> object:
@@ -127,7 +134,11 @@ class Settings(BaseModel):
     )
     remote_serde: Codec = Field("none", description="none (or naive, its other name) or planes")
     remote_deadline: Real = Field(0.5, gt=0, description="a number of seconds above 0")
-    remote_ttl: Whole = Field(0, ge=0, description="a whole number of seconds, or 0 for chunks that stay until evicted")
+    remote_ttl: Annotated[Whole, BeforeValidator(_seconds)] = Field(
+        0,
+        ge=0,
+        description="a whole number of seconds, or a time such as 7d; 0 for chunks that stay until evicted",
+    )
     remote_prefix: str = Field(
         "lmc",
         pattern=r"^[\w.:-]+$",

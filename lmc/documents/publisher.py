@@ -32,9 +32,14 @@ class DocumentPublisher:
     Its own thread checks for changes, so changes are also published while the engine is idle.
     """
 
-    def __init__(self, address: str, events: DocumentEvents, engine: int = 0) -> None:
-        """Bind the sockets. Raises `ConfigError` if an address cannot be bound, or as `event_addresses`."""
-        addresses = event_addresses(address)
+    def __init__(
+        self, address: str, events: DocumentEvents, engine: int = 0, *, setting: str = DOCUMENT_EVENTS
+    ) -> None:
+        """Bind the sockets. Errors name the `setting` that contains the address.
+
+        Raises `ConfigError` if an address cannot be bound, or as `event_addresses`.
+        """
+        addresses = event_addresses(address, setting)
         import msgspec
         import zmq
 
@@ -52,7 +57,7 @@ class DocumentPublisher:
                     socket.linger = 0
                     socket.bind(address_of_engine(target, engine))
             except zmq.ZMQError as error:
-                raise ConfigError(f"cannot listen at {DOCUMENT_EVENTS} = {address} ({error}): {EVENTS_HINT}") from error
+                raise ConfigError(f"cannot listen at {setting} = {address} ({error}): {EVENTS_HINT}") from error
             self._close_sockets = opened.pop_all().close
         self._events, self._ended = events, threading.Event()
         self._thread = threading.Thread(target=self._run, name="lmc-document-events", daemon=True)

@@ -101,20 +101,21 @@ def is_local_url(url: str) -> bool:
     return found is not None and (found[1] is None or is_local(found[1].strip("[]")))
 
 
-def event_addresses(address: str) -> list[str]:
+def event_addresses(address: str, setting: str = DOCUMENT_EVENTS) -> list[str]:
     """Return the address of events, and the address for requests for missed batches if there is one.
 
-    Raises `ConfigError` for invalid addresses, or if pyzmq or msgspec is not installed.
+    Errors name the `setting` that contains the address. Raises `ConfigError` for invalid addresses, or if pyzmq or
+    msgspec is not installed.
     """
     try:
         import msgspec  # noqa: F401
         import zmq  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"{DOCUMENT_EVENTS} needs {error.name}: pip install pyzmq msgspec") from None
+        raise ConfigError(f"{setting} needs {error.name}: pip install pyzmq msgspec") from None
     addresses = [part for part in address.replace(" ", "").split(",") if part]
     valid = all(re.fullmatch(r"tcp://.+:\d+|(ipc|inproc)://.+", part) for part in addresses)
     if not valid or len(addresses) not in (1, 2):
-        raise ConfigError(f"{DOCUMENT_EVENTS} = {address} is not a ZeroMQ address: {EVENTS_HINT}")
+        raise ConfigError(f"{setting} = {address} is not a ZeroMQ address: {EVENTS_HINT}")
     return addresses
 
 
