@@ -22,7 +22,6 @@ from lmc.documents.events import DocumentEvents
 from lmc.documents.known import KnownDocuments
 from lmc.documents.publisher import DOCUMENT_TOPIC, DocumentPublisher
 from lmc.errors import ConfigError
-from lmc.http.address import DOCUMENT_EVENTS
 from lmc.keys import RecordKind, tenant_of, tokens_digest
 from lmc.router.event_stream import EventStream, Lost
 from lmc.router.follow import decoded
@@ -202,4 +201,4 @@ def test_an_address_that_is_taken_is_refused_by_the_server(tmp_path):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("LMC_MAX_LOCAL_CPU_SIZE", "0.001")
             code, _, err = test_cli.lmc(*words)
-    assert (code, f"cannot listen at {DOCUMENT_EVENTS} = {address} (Address already in use" in err) == (2, True)
+    assert (code, f"cannot listen at --document-events = {address} (Address already in use" in err) == (2, True)
