@@ -342,7 +342,8 @@ def test_a_host_that_does_not_exist_has_no_port_in_use():
 
 @pytest.mark.parametrize("value", ["", " ", ",", " , "])
 @pytest.mark.parametrize("name", ["client_tokens", "api_key"])
-def test_a_secret_that_is_given_but_empty_does_not_open_the_router(tmp_path, name, value):
+def test_a_secret_that_is_given_but_empty_does_not_open_the_router(monkeypatch, tmp_path, name, value):
+    monkeypatch.setattr("lmc.commands.router._run", lambda *_: pytest.fail("the router runs"))
     flag, variable, file = f"--{name}".replace("_", "-"), f"LMC_ROUTER_{name.upper()}", tmp_path / "router.yaml"
     for line in (f"{name}: '{value}'", f"{name}:", f"{name}: []"):
         file.write_text(f"static_backends: http://a\n{line}\n")
@@ -356,7 +357,8 @@ def test_a_secret_may_come_from_another_source_than_the_one_that_is_empty(monkey
     assert given[0].client_tokens == {"one"}
 
 
-def test_an_administration_token_of_white_space_is_an_error():
+def test_an_administration_token_of_white_space_is_an_error(monkeypatch):
+    monkeypatch.setattr("lmc.commands.router._run", lambda *_: pytest.fail("the router runs"))
     assert "admin_token (environment LMC_ADMIN_TOKEN)" in refused("--static-backends", "http://a", LMC_ADMIN_TOKEN=" ")
 
 
