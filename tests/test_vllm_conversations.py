@@ -9,7 +9,7 @@ from vllm_fakes import BLOCK, DOC_A, DOC_B, SEPARATOR, Lab, Request, hashes_of, 
 
 from lmc.blend.segments import Placement, Span
 from lmc.connectors.vllm.messages import StepReport
-from lmc.connectors.vllm.scheduler import backfill, balance, follow_ups, isolation, scheduler
+from lmc.connectors.vllm.scheduler import admission, backfill, balance, follow_ups, isolation, scheduler
 from lmc.connectors.vllm.scheduler.idle import MAX_PAUSE_SECONDS
 from lmc.connectors.vllm.scheduler.isolation import OwnBlends, SaltedHashes, add_salt, set_hashes
 from lmc.storage.cost_model import BlendOffer, CostModel
@@ -264,6 +264,34 @@ def test_a_retry_while_the_blend_is_under_way_waits_for_it(lab: Lab) -> None:
     for request in (one, two):
         lab.finish(request)
     assert approximate(lab) == 1
+
+
+def test_a_request_that_waits_for_a_blend_does_not_look_for_it_in_each_step(lab: Lab, monkeypatch) -> None:
+    """A search reads all hashes of the prompt, and hundreds of requests may wait."""
+    one, two = blending_and_waiting(lab, chat(DOC_A, DOC_B))
+    searches, find = [], isolation.OwnBlends.find
+    monkeypatch.setattr(isolation.OwnBlends, "find", lambda *of, **more: [searches.append(1), find(*of, **more)][1])
+    assert [lab.admit(two) for _ in range(50)] == [None] * 50
+    assert not searches
+    lab.workers.held_back = False
+    lab.step()
+    lab.compute(one, 1)
+    assert lab.wait(lambda: lab.admit(two)) == 0
+    for request in (one, two):
+        lab.finish(request)
+
+
+def test_a_revision_whose_turn_has_not_come_looks_up_no_blocks(lab: Lab, monkeypatch) -> None:
+    lab.serve("first", other_question(600))
+    lab.drop_backfills()
+    waits = lab.arrive("waits", other_question(601))
+    with monkeypatch.context() as patched:
+        patched.setattr(admission.Admission, "waits", lambda *_: True)
+        patched.setattr(follow_ups.FollowUps, "_can_revise", None)
+        assert lab.admit(waits) is None
+    assert lab.wait(lambda: lab.admit(waits)) > 0
+    ended(lab, waits)
+    lab.check()
 
 
 def test_a_retry_is_blended_by_itself_if_the_first_blend_is_lost(lab: Lab) -> None:

@@ -371,6 +371,57 @@ def test_a_chunk_that_an_answer_fills_is_saved_in_the_next_step(make):
     lab.finish(request)
 
 
+def test_a_chunk_is_kept_whose_last_tokens_were_unknown_when_the_last_step_was_planned(make):
+    """Drafts that the model accepts, or the token in flight of asynchronous scheduling."""
+    lab = make()
+    request = lab.arrive("one", PLAIN[: CHUNK - 2])
+    lab.admit(request)
+    lab.compute(request, CHUNK - 2)
+    request.append([1])
+    lab.tables["one"].append(lab.pool.get_new_blocks(1)[0].block_id)
+    lab.step({"one": 3})
+    request.append([2, 3, 4])
+    request.num_computed_tokens += 3
+    lab.finish(request)
+    lab.settle()
+    lab.forget_prefixes()
+    assert lab.serve("next turn", [*request.all_token_ids, 5]).loaded == CHUNK
+
+
+def test_what_a_session_gets_while_it_decodes_is_kept(make):
+    """The engine asks no hook about it, and computes it like a prompt."""
+    lab = make()
+    request = lab.arrive("one", PLAIN[:CHUNK])
+    lab.admit(request)
+    lab.decode(request, [1, 2])  # The second chunk is far from full.
+    more = PLAIN[10:30]
+    request.append(more)
+    lab.tables["one"] += [block.block_id for block in lab.pool.get_new_blocks(6)]
+    lab.compute(request, request.num_tokens - request.num_computed_tokens)
+    assert len(lab.step().saves) == (2 + len(more)) // CHUNK
+    lab.finish(request)
+
+
+def test_a_preempted_blend_does_not_wait_for_the_blends_of_others(make):
+    lab = make(batch_tokens=40)
+    for document in (DOC_A, DOC_B):
+        learn(lab, document)
+    first, other = (lab.arrive(name, prompt(DOC_A, DOC_B)) for name in ("first", "other"))
+    assert lab.wait(lambda: lab.admit(first))
+    lab.load(first)
+    lab.compute(first, first.num_tokens - first.num_computed_tokens)
+    lab.preempt(first)
+    lab.forget_prefixes()
+    lab.workers.held_back = True
+    assert lab.wait(lambda: lab.admit(other))
+    assert lab.admit(first) is not None
+    lab.workers.held_back = False
+    lab.load(other)
+    for request in (first, other):
+        lab.compute(request, request.num_tokens - request.num_computed_tokens)
+        lab.finish(request)
+
+
 def test_without_save_decode_cache_only_the_prompt_is_kept(make):
     lab = make(settings={"save_decode_cache": False})
     lab.serve("one", PLAIN[:6], output=range(20))

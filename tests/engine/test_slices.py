@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lmc.connectors.vllm.messages import BLEND_SHARE, StepPlan
+from lmc.connectors.vllm.worker import tensor_parallel
 from lmc.connectors.vllm.worker import worker as module
 from lmc.connectors.vllm.worker.streams import Streams
 from lmc.connectors.vllm.worker.work import Cost, Work
@@ -28,7 +29,8 @@ class OnlyTime(Worker):
     def __init__(self, step: int = STEP, layers: int = LAYERS) -> None:
         config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=step))
         super().__init__(config, None, blends=False)
-        self._pages, self._streams, self._ranks = SimpleNamespace(layers=layers), Streams(torch.device("cpu")), 1
+        self._pages, self._ranks, self._device = SimpleNamespace(layers=layers), 1, torch.device("cpu")
+        self._streams = Streams(self._device)
 
     def add(self, work: Work) -> None:
         """Begin a job: of a request, or the learning of a document."""
@@ -43,6 +45,11 @@ class OnlyTime(Worker):
     @property
     def jobs(self) -> int:
         return len(self._loading) + len(self._learning) + len(self._backfills)
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    monkeypatch.setattr(tensor_parallel, "get_tp_group", lambda: SimpleNamespace(world_size=1))
 
 
 @pytest.fixture

@@ -296,6 +296,7 @@ def config_of(extra=(), *, caches_prefixes=True, **parallel) -> SimpleNamespace:
             is_prefix_caching_supported=caches_prefixes, model="a model", served_model_name=None, tokenizer=None
         ),
         cache_config=SimpleNamespace(block_size=16, prefix_caching_hash_algo="sha256"),
+        speculative_config=None,
         parallel_config=SimpleNamespace(
             **{"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1,
                "prefill_context_parallel_size": 1, "data_parallel_size": 1, "data_parallel_index": 0, **parallel},

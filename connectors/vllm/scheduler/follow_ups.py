@@ -129,6 +129,9 @@ class FollowUps:
         """
         if state.role is not Role.BLEND or state.salts or state.revision or state.request.num_preemptions:
             return False
+        if self._awaits_blend(state):
+            self._claims.wait_from_now(state)
+            return True
         added, hashes = self._own_blends.added_since(state.searched), state.exact_hashes
         if added is not None and not any(one.begins(hashes) or one.has_documents_of(hashes) for one in added):
             state.searched = self._own_blends.added
@@ -257,13 +260,20 @@ class FollowUps:
     def _waits_for(self, blend: OwnBlend, state: RequestState) -> bool:
         """Return whether a request waits for a blend of another one that is not in the engine's cache yet.
 
-        The engine caches the blocks of a load when it schedules the request for the first time. Until then, each step
-        looks again.
+        The engine caches the blocks of a load when it schedules the request for the first time.
         """
         first = self._states.get(blend.request)
-        waits = first is not None and not first.scheduled and first is not state
-        state.searched = -1 if waits else state.searched
-        return waits
+        if first is None or first.scheduled or first is state:
+            return False
+        state.searched, state.awaited_blend = -1, first
+        return True
+
+    def _awaits_blend(self, state: RequestState) -> bool:
+        """Return whether a request still waits for the blend that its last search has found, without a new search."""
+        first = state.awaited_blend
+        if first is None or first.scheduled or first.given_up or self._states.get(first.id) is not first:
+            state.awaited_blend = None
+        return state.awaited_blend is not None
 
     def _may_revise(self, blend: OwnBlend) -> bool:
         """Return whether the revisions of a blend have cost less than a share of computing its documents exactly."""

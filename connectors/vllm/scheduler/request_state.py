@@ -72,6 +72,7 @@ class RequestState:
     origin: Salt | None = None  # as in `OwnBlend`; None without salts and without a revision
     revision: Revision | None = None  # the blend that is revised for this request's question
     copied: Sequence[Any] = ()  # blocks that are held while workers copy them
+    awaited_blend: "RequestState | None" = None  # a request whose blend this one waits for, to continue or revise it
     searched: int = -1  # `OwnBlends.added` at the last search for a blend to continue
     scheduled: bool = False  # The engine has computed tokens of the request.
     follows: bool = False  # The request continues an earlier blend, or asks something else about its documents.

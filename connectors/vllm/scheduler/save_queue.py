@@ -64,10 +64,7 @@ class SaveQueue:
         """Save the exact chunks that are full after `computed` tokens."""
         if state.role is Role.LEARN:  # The documents of a request to learn are stored; its pages are not saved again.
             return
-        full = self._storable(state, computed) // self._chunk
-        if full > state.saved:
-            chunks, state.saved = range(state.saved, full), full
-            self._save(state, tables, dict.fromkeys(chunks, self._chunk))
+        self._save_full(state, computed, tables)
         following, last = (state.saved + 1) * self._chunk, self._last_storable(state)
         state.save_at = following if following <= last else math.inf
         if self._groups.windowed and not state.saved_end:
@@ -84,7 +81,15 @@ class SaveQueue:
             return
         # The last sampled token has no KV.
         computed = min(state.request.num_computed_tokens, state.request.num_tokens - 1)
+        self._save_full(state, computed, lambda: tables)  # The last step's tokens may have been unknown in its plan.
         self._save_rest(state, computed, lambda: tables)
+
+    def _save_full(self, state: RequestState, computed: int, tables: BlockTables) -> None:
+        """Save the full chunks of `computed` tokens that are not saved yet."""
+        full = self._storable(state, computed) // self._chunk
+        if full > state.saved:
+            chunks, state.saved = range(state.saved, full), full
+            self._save(state, tables, dict.fromkeys(chunks, self._chunk))
 
     def _save_rest(self, state: RequestState, computed: int, tables: BlockTables) -> None:
         """Save the full blocks after the last full chunk of `computed` tokens."""

@@ -80,7 +80,7 @@ class Scheduler:
         self.events = KVEvents(changes, setup.block_size, setup.extra_keys) if setup.announces else None
         self._saves = SaveQueue(setup, self.pending, self.events)
         self._states: dict[str, RequestState] = {}
-        self._watched = WatchedRequests()
+        self._watched = WatchedRequests(setup.decode_tokens)
         self.recent: OrderedDict[str, Mapping[str, Any]] = OrderedDict()  # facts of requests that have ended
         self._next = StepPlan()  # the plan of the next step, as far as it is known
         self._introduced: SlabAddress | None = None  # the slab that the workers know
@@ -109,7 +109,6 @@ class Scheduler:
         if request.mm_features and self._setup.counts_images:
             state.stamp += self._process  # The same number stands for a different image in another process.
         self._states[state.id] = state
-        self._watched.add(state)
         self.counts["requests"] += 1
         self._repeated.arrived(state)  # before its block hashes are salted
         if self._is_short(state) or self._is_cached(state):
@@ -144,6 +143,9 @@ class Scheduler:
             return 0
         promised = self._promise(state, local)
         state.awaits_blocks = promised is not None
+        if promised is not None:  # The engine may compute or load the request in this step.
+            state.decodes = False  # A request that decoded before was preempted.
+            self._watched.add(state)
         return promised
 
     def _promise(self, state: RequestState, local: int) -> int | None:
@@ -156,12 +158,14 @@ class Scheduler:
         # The engine computes the last token of a prompt. If no other token is loaded, it asks again, without end.
         if request.num_tokens == 1:
             return 0
-        state.decodes = False  # A request that decoded before was preempted.
-        self._watched.add(state)
+        if request.num_preemptions:  # It is computed or loaded exactly from now on.
+            state.is_blend = state.is_long = False
         if state.revision is not None and self._follow_ups.was_blended_meanwhile(state):
             self._claims.release(state)
             state.revision = None
-        if state.revision is not None and not self._follow_ups.still_revises(state, state.revision, local):
+        if state.revision is not None and (
+            self._admission.waits(state, local) or not self._follow_ups.still_revises(state, state.revision, local)
+        ):
             return None
         if state.cached and state.revision is None:
             if local > request.num_tokens - self._few:
@@ -344,8 +348,8 @@ class Scheduler:
                 self._note_step(state)
             if computed >= state.save_at:
                 self._saves.save_due(state, computed, lambda request=request: tables(request))  # type: ignore[misc]
-            if state.decodes:
-                self._watched.rest(state, state.save_at - computed, max(tokens, self._setup.decode_tokens))
+            if state.decodes and tokens <= self._setup.decode_tokens:
+                self._watched.rest(state, state.save_at - computed)
         self._next.saves += self._saves.take_urgent_saves()
         loading = [state for state in self._watched if state.loading]
         late = [state.id for state in loading if self._claims.give_up_late(state)]
@@ -421,6 +425,7 @@ class Scheduler:
             self._follow_ups.forget(state)
             self._claims.release(state)
             self._admission.end_exact_load(state)
+            self._watched.add(state)
 
     def fail_load(self, request: str, tables: Sequence[Sequence[int]]) -> None:
         """Report to the engine that the load of a request has failed; `tables` are its block tables."""
