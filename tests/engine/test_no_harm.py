@@ -59,7 +59,7 @@ def test_both_engines_get_the_same_traffic_and_lmc_finds_what_it_knows() -> None
 
 def test_one_engine_serves_with_and_without_a_connector() -> None:
     found = run("bench/vllm_steps.py", "--rounds", "1")
-    assert list(found["by_workload"]) == ["small cached", "small new", "small burst"]
+    assert list(found["by_workload"]) == ["small cached", "small new", "small burst", "small crowd"]
     for numbers in found["by_workload"].values():
         assert set(numbers["seconds"]) == {"none", "idle", "lmc"}
     ratios = [numbers[f"lmc_{name}"] for numbers in found["by_workload"].values() for name in ("ttft", "throughput")]
