@@ -220,7 +220,8 @@ def test_engines_keep_the_models_that_they_have_downloaded() -> None:
             (home,) = (given["value"] for given in inside["env"] if given["name"] == "HF_HOME")
             assert home in {mount["mountPath"] for mount in inside["volumeMounts"]}, name
     for name, service in COMPOSE["services"].items():
-        assert ("models:/root/.cache/huggingface" in service["volumes"]) == (name != "lmc")
+        home = service["environment"].get("HF_HOME")
+        assert (f"models:{home}" in service["volumes"]) == (name != "lmc")
 
 
 @pytest.mark.parametrize(("failures", "code"), [(3, 0), (1000, 1)])

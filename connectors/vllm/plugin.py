@@ -73,6 +73,6 @@ def loaded_model() -> Any | None:
 def bytes_of_steps() -> int:
     """Return how many bytes of a GPU the engine's own steps need, as this process's worker has measured; 0 if unknown.
 
-    vLLM leaves them free beside the weights and the KV cache.
+    vLLM leaves them free, in addition to the memory of the weights and of the KV cache.
     """
     return int(getattr(_workers[0], "peak_activation_memory", 0)) if _workers else 0

@@ -1,7 +1,8 @@
 """Admission: which waiting requests do not begin yet, because of what lmc does for others.
 
 vLLM admits waiting requests as long as tokens and blocks are left in a step. Loads and blends do not count there, so
-lmc bounds them itself. Each wait has a time limit, and a request that waits holds no chunks.
+lmc bounds them itself. A wait ends with the loads and blends under way, or at a time limit. A request that waits holds
+no chunks.
 """
 
 from collections.abc import Mapping
@@ -34,7 +35,7 @@ class Admission:
         self._a_blend_waits = False  # In this step, a blend waits because enough others are under way.
 
     def waits(self, state: RequestState, local: int) -> bool:
-        """Return whether a request, of which the engine has `local` tokens, waits for the loads or blends of others."""
+        """Return whether a request waits for the loads or blends of others. The engine has `local` of its tokens."""
         return self._awaits_load(state) or self.waits_its_turn(state, local) or self.waits_for_blends(state, local)
 
     def waits_its_turn(self, state: RequestState, local: int) -> bool:

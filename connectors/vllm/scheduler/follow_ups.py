@@ -129,17 +129,15 @@ class FollowUps:
         """
         if state.role is not Role.BLEND or state.salts or state.revision or state.request.num_preemptions:
             return False
-        if self._awaits_blend(state):
-            self._claims.wait_from_now(state)
-            return True
-        added, hashes = self._own_blends.added_since(state.searched), state.exact_hashes
-        if added is not None and not any(one.begins(hashes) or one.has_documents_of(hashes) for one in added):
-            state.searched = self._own_blends.added
-            return False
-        waits = self.continue_blend(state, max(state.stored_exactly, local))
-        if waits:
-            self._claims.wait_from_now(state)
-        return waits
+        if not self._awaits_blend(state):
+            added, hashes = self._own_blends.added_since(state.searched), state.exact_hashes
+            if added is not None and not any(one.begins(hashes) or one.has_documents_of(hashes) for one in added):
+                state.searched = self._own_blends.added
+                return False
+            if not self.continue_blend(state, max(state.stored_exactly, local)):
+                return False
+        self._claims.wait_from_now(state)
+        return True
 
     def was_blended_meanwhile(self, state: RequestState) -> bool:
         """Return whether a request plans a revision, and another one with the same prompt has begun it, or more.
@@ -202,7 +200,7 @@ class FollowUps:
             earlier=state.revision.blend if state.revision is not None else earlier,
         )
 
-    def begins(self, state: RequestState) -> None:
+    def note_begun(self, state: RequestState) -> None:
         """Count the tokens that the engine computes for a request, and would have without its earlier blends."""
         if not state.request.num_preemptions:
             computed = state.request.num_computed_tokens

@@ -385,7 +385,7 @@ class Scheduler:
         """Record that the engine computes prompt tokens of a request."""
         self._admission.end_exact_load(state)
         if not state.scheduled:
-            self._follow_ups.begins(state)
+            self._follow_ups.note_begun(state)
         state.scheduled, state.awaits_blocks = True, False
         self._claims.release(state)  # The engine did not use this claim.
         self._note_answer(state)

@@ -149,7 +149,7 @@ class Pages:
 
     def _in_stages(self, layer: int, moves: Sequence[Move], *, to_pages: bool) -> None:
         view, size = _wide(self._views[layer]), self.page_bytes[layer]
-        blocks = sent(torch.from_numpy(_blocks_of(moves)), view.device)
+        blocks = _sent(_blocks_of(moves), view.device)
         side_by_side = view.new_empty((len(blocks), *view.shape[1:])) if to_pages else view.index_select(0, blocks)
         sizes = np.array([len(move.blocks) for move in moves], np.int64) * size
         staged = side_by_side.data_ptr() + np.cumsum(sizes) - sizes
@@ -357,7 +357,7 @@ def _address(part: torch.Tensor | int) -> int:
     return part if isinstance(part, int) else part.data_ptr()
 
 
-def _sent(blocks: Sequence[int], device: torch.device) -> torch.Tensor:
+def _sent(blocks: Sequence[int] | Addresses, device: torch.device) -> torch.Tensor:
     return sent(torch.from_numpy(np.asarray(blocks, np.int64)), device)
 
 

@@ -6,7 +6,7 @@ import torch
 
 from lmc.connectors.vllm.vllm_api import get_tp_group
 
-# At start, a rank waits no longer than this for the others: compilers take minutes, and not on all ranks as long.
+# At start, a rank waits no longer than this for the others: compilation takes minutes, and longer on some ranks.
 MEET_SECONDS = 300.0
 
 
@@ -60,8 +60,8 @@ def on_all_ranks(*, good: bool) -> bool:
 def meet_all_ranks(*, good: bool) -> bool:
     """Wait for every rank, and return whether `good` is true on every rank.
 
-    Raises `RuntimeError` if a rank does not come in `MEET_SECONDS` seconds, because it waits for another rank
-    elsewhere. Without it, the start would hang.
+    Raises `RuntimeError` if a rank has not arrived after `MEET_SECONDS` seconds, because it waits for another rank
+    elsewhere. Otherwise the start would hang.
     """
     if several_ranks():
         try:
