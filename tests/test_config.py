@@ -54,6 +54,7 @@ def test_the_list_of_settings_is_frozen() -> None:
         "remote_deadline",
         "remote_ttl",
         "remote_prefix",
+        "encryption_key",
         "document_share",
         "max_document_index_size",
         "load_policy",

@@ -21,6 +21,7 @@ PURPOSES: dict[str, dict[str, str]] = {
         "remote_deadline": "Timeout of a response from the remote store, and of each piece of 256 KiB.",
         "remote_ttl": "Time to live of chunks in Redis.",
         "remote_prefix": "Prefix of all keys in the remote store; it separates installations.",
+        "encryption_key": "Key that [encrypts](storage.md#encryption) records on the disk and in remote stores.",
         "server": "Socket of a cache server. The server then has memory, disk and the remote store for all engines.",
         "document_share": "Share of memory and disk in which documents are evicted after all other chunks.",
         "max_document_index_size": "Maximum memory for known documents in GB. One of 400 tokens takes up to 2.9 KB. "

@@ -144,6 +144,9 @@ class Settings(BaseModel):
         pattern=r"^[\w.:-]+$",
         description="letters, digits and . : _ - that begin the names of our keys in Redis or in a bucket",
     )
+    encryption_key: Annotated[str | None, BeforeValidator(_token)] = Field(
+        None, repr=False, description="a key of 32 bytes in base64, or the path of a file of keys"
+    )
     document_share: Real = Field(
         0.5, ge=0, le=1, description="the share of memory and of the disk, from 0 to 1, that belongs to documents"
     )
@@ -258,6 +261,8 @@ def _conflicts(settings: Settings) -> Iterator[tuple[str, str, str]]:
     """Yield pairs of settings that contradict each other, with the reason."""
     if settings.server and settings.max_local_device_size:
         yield "max_local_device_size", "server", "a cache server keeps chunks in host memory; leave one of the two out"
+    if settings.server and settings.encryption_key:
+        yield "encryption_key", "server", "the cache server encrypts; give the key to it alone"
     if settings.local_disk and not settings.max_local_disk_size:
         yield "max_local_disk_size", "local_disk", "a disk tier needs more than 0 GB"
 

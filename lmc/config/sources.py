@@ -159,9 +159,12 @@ class Source:
                 (self.removed if bare in REMOVED else self.foreign).setdefault(bare, entry)
 
 
+SECRETS = ("admin_token", "encryption_key")  # settings whose values are not shown
+
+
 def shown(name: str, value: object) -> str:
     """Return the value of a setting as text without passwords."""
-    if name == "admin_token" and value is not None:
+    if name in SECRETS and value is not None:
         return "***"
     if name == "remote_url" and value is not None:  # A URL may contain a password.
         try:

@@ -16,6 +16,7 @@ from lmc.errors import ConfigError, TierUnusable
 from lmc.shapes import GIB
 from lmc.storage.tiers.codec import Coded, lz4_block
 from lmc.storage.tiers.disk import DiskTier
+from lmc.storage.tiers.encryption import Encrypted, read_keys
 from lmc.storage.tiers.record import NO_CODEC
 from lmc.storage.tiers.tier import ListedTier, Tier
 
@@ -40,7 +41,7 @@ ANSWER_SECONDS = 60.0  # An object store has to answer a request completely with
 
 
 def open_tiers(settings: Settings, item_bytes: int) -> list[Tier]:
-    """Open the tiers of the settings, and wrap them with codecs for items of `item_bytes` bytes. Fastest tier first.
+    """Open the tiers of the settings, and wrap them as `coded` does. Fastest tier first.
 
     Raises `TierUnusable` or `ConfigError`, and then closes the tiers that it has opened.
     """
@@ -52,11 +53,14 @@ def open_tiers(settings: Settings, item_bytes: int) -> list[Tier]:
 
 
 def coded(tiers: Sequence[Tier], settings: Settings, item_bytes: int) -> list[Tier]:
-    """Wrap tiers with their codecs. Raises `ConfigError` if a codec's package is missing.
+    """Wrap tiers with encryption, and with codecs for items of `item_bytes` bytes.
 
-    Only records written to a remote tier may be encoded. Every tier decodes the encoded records that it has.
+    Only records written to a remote tier may be encoded. Every tier decodes the encoded records that it has. Raises
+    `ConfigError` if a package is missing, or for an invalid `encryption_key`.
     """
-    return [Coded(tier, settings.remote_serde if tier.shared else NO_CODEC, item_bytes) for tier in tiers]
+    keys = read_keys(settings.encryption_key)
+    codecs = [settings.remote_serde if tier.shared else NO_CODEC for tier in tiers]
+    return [Coded(Encrypted(tier, keys), codec, item_bytes) for tier, codec in zip(tiers, codecs, strict=True)]
 
 
 def described(settings: Settings) -> str:
@@ -104,11 +108,15 @@ def open_remote(settings: Settings, remote: RemoteURL, *, create: bool = True) -
 
 
 def check_packages(settings: Settings) -> None:
-    """Raise `ConfigError` if a package for the tiers of the settings, or for their codecs, is missing."""
+    """Raise `ConfigError` if a package for the tiers of the settings, or for what they are wrapped with, is missing.
+
+    The same holds for an invalid `encryption_key`.
+    """
     for remote in settings.remotes:
         _tier_class(remote)
     if settings.remote_serde != NO_CODEC:
         lz4_block()
+    read_keys(settings.encryption_key)
 
 
 def _tier_class(remote: RemoteURL) -> Callable[..., ListedTier]:
