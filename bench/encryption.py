@@ -18,7 +18,8 @@ from common import closing_line, parser
 from tiers import MOVED, READERS, ROUNDS, SHAPES, Arena, Disk, Turn, rounds
 
 from lmc.demo.random_model import machine
-from lmc.storage.tiers.encryption import Encrypted, SecretKey, SecretKeys, encrypt_record
+from lmc.storage.secret_keys import SecretKey, SecretKeys
+from lmc.storage.tiers.encryption import Encrypted, encrypt_record
 from lmc.storage.writer import WRITERS
 
 KEY = SecretKey(bytes(32))

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from array import array
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -26,6 +27,8 @@ from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel, hf
 from lmc.demo import SHIPPED as SMALL
 from lmc.demo.run import begins
+from lmc.documents.kept import FILE, KeptDocuments
+from lmc.documents.known import KnownDocument
 from lmc.storage.tiers import opening as engine_tiers
 from lmc.storage.tiers.disk import UNBOUNDED, DiskTier
 from lmc.storage.tiers.tier import Entry
@@ -379,18 +382,16 @@ def test_clear_removes_the_oldest_records_of_a_shared_directory(tmp_path: Path, 
 
 def test_clear_by_size_leaves_pinned_documents_on_all_tiers(tmp_path: Path, unset: pytest.MonkeyPatch) -> None:
     paths = fill(tmp_path, *((number, ONE) for number in range(5)))
-    a, b, c, d = (key_of(number).hex() for number in (1, 2, 3, 4))
-    of_engine = [
-        {"id": a, "pinned": True, "keys": (key_of(0) + key_of(1)).hex()},
-        {"id": a, "pinned": True, "expires": 5.0, "name": "renamed"},
-        {"id": b, "pinned": True, "keys": b},
-        {"id": b, "pinned": False},
-        {"id": c, "pinned": True},  # an earlier version wrote no keys
-        {"id": d, "pinned": "yes", "keys": "zz"},
-    ]
-    (tmp_path / "documents.jsonl").write_text("".join(json.dumps(line) + "\n" for line in of_engine))
-    of_server = tmp_path / "documents-1.0x2-3-4.jsonl"
-    of_server.write_text(json.dumps({"id": b, "pinned": False, "keys": b}) + "\n")
+    kept_documents = (
+        ("", [key_of(0), key_of(1)], True),
+        ("", [key_of(2)], False),
+        ("", [key_of(3)], True),
+        ("1.0x2-3-4", [key_of(2)], False),
+        ("1.0x2-3-4", [key_of(4)], False),
+    )
+    for layout, keys, pinned in kept_documents:
+        document = KnownDocument(bytes(32), array("I", [1]), tuple(keys), pinned=pinned, expires=5.0)
+        KeptDocuments(tmp_path, layout).write([document])
     directory = tmp_path / "shared"
     unset.setenv("LMC_LOCAL_DISK", str(tmp_path))
     unset.setenv("LMC_REMOTE_URL", f"file://{directory}")
@@ -399,11 +400,11 @@ def test_clear_by_size_leaves_pinned_documents_on_all_tiers(tmp_path: Path, unse
         for number in (0, 2):
             meta = meta_of(key_of(number))
             tier.write(meta, [stored(meta)])
-    files = [path.read_text() for path in (tmp_path / "documents.jsonl", of_server)]
+    kept = (tmp_path / FILE).read_bytes()
     assert "removed 3 records" in lmc("clear", "--keep", "0", "--yes")[1]
     assert [path.exists() for path in paths] == [True, True, False, True, False]
     assert [path.name[:64] for path in directory.rglob("*.safetensors")] == [key_of(0).hex()]
-    assert [path.read_text() for path in (tmp_path / "documents.jsonl", of_server)] == files, "no pin is lost"
+    assert (tmp_path / FILE).read_bytes() == kept, "no pin is lost"
 
 
 @pytest.mark.parametrize("words", [["--unused-for", "1s"], ["--keep", "1"]])

@@ -1,6 +1,7 @@
 """Encryption of records: the contract of a tier, and what a store's reader may not learn or change."""
 
 import base64
+import json
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,11 @@ from lmc.open_store import open_store
 from lmc.shapes import ALIGN
 from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.memory.slab import Slab
+from lmc.storage.secret_keys import DIGEST, SALT, TAG, SecretKeys, parse_keys, read_keys
 from lmc.storage.store import Store
 from lmc.storage.tiers.codec import Coded
 from lmc.storage.tiers.disk import DiskTier
-from lmc.storage.tiers.encryption import DIGEST, SALT, TAG, Encrypted, SecretKeys, is_encrypted, parse_keys, read_keys
+from lmc.storage.tiers.encryption import Encrypted, is_encrypted
 from lmc.storage.tiers.opening import check_packages
 from lmc.storage.tiers.record import RecordMeta, decode_header, encode_header, header_size
 from lmc.storage.tiers.tier import Tier, Written
@@ -29,12 +31,12 @@ from lmc.storage.worker_parts import Parallelism
 aead = pytest.importorskip("cryptography.hazmat.primitives.ciphers.aead")
 K0, K1, K2 = map(key_of, range(3))
 FIRST, SECOND = (base64.b64encode(bytes([number]) * 32).decode() for number in (1, 2))
-SECRET_LABEL = "Q2FmZQ== The recipe.md"
+SECRET_LABEL = "Q2FmZQ== The recipe \udcff.md"
 
 
 def encrypted(inner: Tier, *lines: str) -> Encrypted:
     """A tier with the keys of a file with these lines, or without keys."""
-    return Encrypted(inner, parse_keys(lines) if lines else SecretKeys({}))
+    return Encrypted(inner, parse_keys(lines) if lines else SecretKeys())
 
 
 def labelled(key: bytes = K0, tenant: str = "") -> RecordMeta:
@@ -73,14 +75,17 @@ class TestEncrypted(OfDict):
         meta = decode_header(blob[:start])
         assert meta.codec == "aes256gcm"
         assert meta.sizes == ()
-        label = base64.b64decode(meta.label)
-        salt, rest = label[DIGEST : DIGEST + SALT], label[DIGEST + SALT :]
-        key = HKDF(SHA256(), 32, salt=salt, info=b"lmc record" + K0).derive(b"\x01" * 32)
+        sealed = base64.b64decode(meta.label)
+        salt = sealed[DIGEST : DIGEST + SALT]
+        cipher = aead.AESGCM(HKDF(SHA256(), 32, salt=salt, info=K0).derive(b"\x01" * 32))
+        covered = json.dumps(["llama", "", "none", "document", "00" * 32, 16, 32, PARTS, 4096]).encode()
+        label = cipher.decrypt(bytes(12), sealed[DIGEST + SALT :], covered)
+        assert label[PARTS * TAG :].decode(errors="surrogatepass") == SECRET_LABEL
         for part in range(PARTS):
-            tag, at = rest[part * TAG : part * TAG + TAG], start + part * meta.stored_part
-            sealed = blob[at : at + meta.stored_part] + tag
-            plain = aead.AESGCM(key).decrypt((part + 1).to_bytes(12, "little"), sealed, b"")
-            assert plain == bytes(stored(labelled()))[at - start : at - start + meta.stored_part]
+            at = start + part * meta.stored_part
+            encrypted_part = blob[at : at + meta.stored_part] + label[part * TAG : part * TAG + TAG]
+            plain = cipher.decrypt((part + 1).to_bytes(12, "little"), encrypted_part, b"")
+            assert plain == content(K0, part)
 
     def test_nothing_of_a_record_is_in_the_kept_bytes(self, tier):
         tier.write(labelled(), [stored(labelled())])

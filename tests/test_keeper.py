@@ -1,14 +1,16 @@
 """What people want for documents: pins, time limits and names, over a real store and a real disk."""
 
-import errno
+import base64
 import gc
-import json
 import logging
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from contextlib import closing
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,10 +19,10 @@ from tier_wrappers import Faulty
 
 from lmc.blend.segments import Span
 from lmc.config.settings import Settings
-from lmc.documents import file as documents_file
 from lmc.documents import keeper
 from lmc.documents.admin import DocumentAdmin
-from lmc.documents.known import known_bytes
+from lmc.documents.kept import FILE, VERSION, KeptDocuments, forget_kept, pinned_keys
+from lmc.documents.known import known_bytes, pack_tokens
 from lmc.engine import CacheEngine
 from lmc.errors import InputError
 from lmc.keys import Namespace, RecordKind
@@ -268,29 +270,49 @@ def test_documents_that_begin_alike_share_chunks_and_do_not_lose_them(tmp_path):
         assert places(engine, longer)[1] is None
 
 
-def test_a_file_with_damage_is_read_as_far_as_it_goes(tmp_path, caplog):
+@pytest.mark.parametrize("damage", [
+    "text = '{'", "text = zeroblob(9)", "text = NULL", "keys = NULL, expires = 'soon'", "id = '00'",
+    "text = '{\"name\": 1, \"tokens\": 2}'",
+])  # fmt: skip
+def test_a_row_that_is_wrong_is_passed_over(tmp_path, damage):
     with closing(engine_of(tmp_path)) as engine:
         engine.keeper.pin([learn(engine, A), learn(engine, B)])
-    path = tmp_path / "disk" / documents_file.FILE
-    first, second = path.read_text().splitlines()
-    wrong = json.dumps(json.loads(second) | {"id": "00"})
-    path.write_text("\n".join(["[]", "{", first, wrong, second[:50]]))
+        wrong = known(engine, B).id
+    rows(tmp_path, f"UPDATE kept SET {damage} WHERE id = '{wrong}'")
     with closing(engine_of(tmp_path)) as engine:
         assert [known(engine, tokens).pinned for tokens in (A, B)] == [True, False]
     # What cannot be a document with these settings may be one with others.
-    assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == [json.loads(first)["id"], "00"]
+    assert rows(tmp_path, "SELECT count(*) FROM kept") == [(2,)]
 
 
-def test_a_file_that_cannot_be_written_is_said_and_the_pin_holds(tmp_path, caplog):
+@pytest.mark.parametrize("damage", ["bytes", "version"])
+def test_a_database_that_is_damaged_is_set_aside(tmp_path, damage, caplog):
     with closing(engine_of(tmp_path)) as engine:
-        (tmp_path / "disk" / documents_file.FILE).mkdir()
+        engine.keeper.pin([learn(engine, A)])
+    path = tmp_path / "disk" / FILE
+    if damage == "bytes":
+        path.write_bytes(b"no database" * 1000)
+    else:
+        rows(tmp_path, f"PRAGMA user_version = {VERSION + 1}")
+    with closing(engine_of(tmp_path)) as engine:
+        assert "cannot read all pins" in caplog.text
+        assert f"it is renamed to {FILE}.damaged" in caplog.text
+        engine.keeper.pin([known(engine, A)])
+    with closing(engine_of(tmp_path)) as engine:
+        assert known(engine, A).pinned
+
+
+def test_a_database_that_cannot_be_written_is_said_and_the_pin_holds(tmp_path, caplog):
+    with closing(engine_of(tmp_path)) as engine:
+        (tmp_path / "disk" / FILE).mkdir()
         with caplog.at_level(logging.WARNING):
             engine.keeper.pin([learn(engine, A)])
         assert "end with this process" in caplog.text
         others(engine, 10)
         assert all(places(engine, A))
     with closing(engine_of(tmp_path)) as engine:
-        assert "started without pins" in caplog.text
+        assert "cannot read all pins" in caplog.text
+        assert (tmp_path / "disk" / FILE).is_dir(), "it may be readable later"
 
 
 def test_looking_at_a_prompt_counts_as_before(tmp_path):
@@ -444,16 +466,30 @@ def test_new_weights_forget_pins_and_their_room(tmp_path):
         assert not [one for one in engine.known.list() if list(one.tokens) in (C, D) and one.pinned]
 
 
-def test_the_file_is_for_this_user_alone_and_has_nothing_of_removed_documents(tmp_path):
+def test_the_database_is_for_this_user_alone_and_has_nothing_of_removed_documents(tmp_path):
     with closing(engine_of(tmp_path)) as engine:
-        engine.keeper.pin([learn(engine, A), learn(engine, B)])
-        path = tmp_path / "disk" / documents_file.FILE
+        engine.keeper.pin([learn(engine, A, name="a.txt"), learn(engine, B, name="b.txt")])
+        path = tmp_path / "disk" / FILE
+        assert b"a.txt" in path.read_bytes()
         engine.keeper.remove([known(engine, A)])
         assert path.stat().st_mode & 0o777 == 0o600
-        assert len(path.read_text().splitlines()) == 1
-        for _ in range(5):
-            engine.keeper.expire([known(engine, B)], 3600)
-        assert path.read_text().count("tokens") == 1
+        assert b"a.txt" not in path.read_bytes()
+        assert len(list(path.parent.glob(f"{FILE}*"))) == 1, "no journal stays"
+
+
+def test_pins_of_a_tenant_with_a_secret_key_are_encrypted(tmp_path):
+    key = base64.b64encode(bytes(32)).decode()
+    with closing(engine_of(tmp_path, encryption_key=key)) as engine:
+        engine.keeper.pin([learn(engine, A, name="a.txt")])
+    kept = b"".join(file.read_bytes() for file in (tmp_path / "disk").rglob("*") if file.is_file())
+    assert b"a.txt" not in kept
+    assert pack_tokens(A).encode() not in kept
+    with closing(engine_of(tmp_path, encryption_key=key)) as engine:
+        assert (known(engine, A).pinned, known(engine, A).name) == (True, "a.txt")
+    with closing(engine_of(tmp_path)) as engine:
+        assert engine.known.list() == [], "without the key"
+    with closing(engine_of(tmp_path, encryption_key=key)) as engine:
+        assert known(engine, A).pinned
 
 
 def test_an_engine_that_nobody_has_any_more_ends_its_thread(tmp_path, monkeypatch):
@@ -476,18 +512,19 @@ def test_documents_with_names_are_forgotten_when_there_are_too_many(tmp_path):
         assert {one.name for one in engine.known.list()} == {"a", "n8", "n9"}
 
 
-def test_a_pin_is_noted_while_another_thread_writes_the_file_anew(tmp_path, monkeypatch):
+def test_a_change_is_noted_while_another_thread_writes(tmp_path, monkeypatch):
     with closing(engine_of(tmp_path, records=40)) as engine:
         first, second = learn(engine, A), learn(engine, B)
         engine.keeper.pin([first, learn(engine, C)])
-        replace, pinning = documents_file.replace, threading.Thread(target=engine.keeper.expire, args=([second], 3600))
+        write, pinning = KeptDocuments.write, threading.Thread(target=engine.keeper.expire, args=([second], 3600))
 
-        def while_another_pins(path, lines):
+        def while_another_pins(self, documents):
+            monkeypatch.undo()
             pinning.start()
-            pinning.join(0.2)  # It must wait for the file.
-            replace(path, lines)
+            pinning.join(0.2)  # It must wait.
+            write(self, documents)
 
-        monkeypatch.setattr(documents_file, "replace", while_another_pins)
+        monkeypatch.setattr(KeptDocuments, "write", while_another_pins)
         engine.keeper.remove([first])
         pinning.join(30)
         monkeypatch.undo()
@@ -495,72 +532,70 @@ def test_a_pin_is_noted_while_another_thread_writes_the_file_anew(tmp_path, monk
         assert (known(engine, B).expires > 0, known(engine, C).pinned) == (True, True)
 
 
-def test_half_a_line_about_a_removed_document_does_not_stay(tmp_path):
+def test_a_killed_process_leaves_whole_rows(tmp_path):
+    """It is killed in the middle of a commit: the journal has what was there before."""
+    with closing(engine_of(tmp_path)) as engine:
+        engine.keeper.pin([learn(engine, A), learn(engine, B)])
+    path = tmp_path / "disk" / FILE
+    script = """
+import os, sqlite3, sys
+database = sqlite3.connect(sys.argv[1], isolation_level=None)
+database.execute("PRAGMA cache_size = 1")
+database.execute("PRAGMA cache_spill = 1")
+database.execute("BEGIN")
+for _ in range(200):
+    columns = "namespace, model, tenant, keys, 0, 0, text, 0"
+    database.execute(f"INSERT INTO kept SELECT layout, id || random(), {columns} FROM kept LIMIT 1")
+database.execute("UPDATE kept SET pinned = 0")
+os._exit(9)
+"""
+    assert subprocess.run([sys.executable, "-c", script, str(path)], check=False).returncode == 9
+    assert path.with_name(f"{FILE}-journal").exists()
+    with closing(engine_of(tmp_path)) as engine:
+        assert [known(engine, tokens).pinned for tokens in (A, B)] == [True, True]
+
+
+def test_what_is_noted_is_as_before_when_the_disk_is_full(tmp_path):
     with closing(engine_of(tmp_path)) as engine:
         gone = learn(engine, A)
         engine.keeper.pin([gone, learn(engine, B)])
-    path = tmp_path / "disk" / documents_file.FILE
-    path.write_text(path.read_text() + path.read_text()[:90])  # as a process leaves it that is killed while it writes
-    documents_file.forget_noted(path.parent, {gone.id})
-    (line,) = path.read_text().splitlines()
-    assert json.loads(line)["id"] != gone.id
-
-
-def test_what_is_noted_is_whole_or_as_before_when_the_disk_is_full(tmp_path, monkeypatch):
-    with closing(engine_of(tmp_path)) as engine:
-        gone = learn(engine, A)
-        engine.keeper.pin([gone, learn(engine, B)])
-    path = tmp_path / "disk" / documents_file.FILE
-    before = path.read_text()
-
-    def full(self, target):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(path), "replace", full)
-        with pytest.raises(OSError, match="No space"):
-            documents_file.forget_noted(path.parent, {gone.id})
-    assert path.read_text() == before
+    rows(tmp_path, "CREATE TRIGGER full BEFORE DELETE ON kept BEGIN SELECT RAISE(ABORT, 'disk is full'); END")
+    with pytest.raises(sqlite3.Error, match="disk is full"):
+        forget_kept(tmp_path / "disk", {gone.id})
+    assert rows(tmp_path, "SELECT count(*) FROM kept") == [(2,)]
 
 
 def test_all_pins_can_be_forgotten_also_of_documents_whose_records_are_gone(tmp_path):
     with closing(engine_of(tmp_path)) as engine:
         engine.keeper.pin([learn(engine, A), learn(engine, B)])
         namespace = engine.namespace(RecordKind.DOCUMENT, "").hex()
-    path = tmp_path / "disk" / documents_file.FILE
-    documents_file.forget_noted(path.parent, (), "ff" if namespace[:2] != "ff" else "00")
-    assert len(path.read_text().splitlines()) == 2
-    documents_file.forget_noted(path.parent, (), namespace[:8])
-    assert not path.exists()
+        keys = {key for tokens in (A, B) for key in known(engine, tokens).keys}
+    disk = tmp_path / "disk"
+    assert pinned_keys(disk) == keys
+    forget_kept(disk, (), "ff" if namespace[:2] != "ff" else "00")
+    assert rows(tmp_path, "SELECT count(*) FROM kept") == [(2,)]
+    forget_kept(disk, (), namespace[:8])
+    assert not (disk / FILE).exists()
+    forget_kept(disk, (), "")
+    assert pinned_keys(disk) == set()
 
 
-def test_a_pin_behind_one_that_could_not_be_noted_is_noted(tmp_path, monkeypatch):
-    """Half a line was left, and the next one stood behind it."""
-
-    class Full:
-        def __init__(self, file):
-            self._file = file
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            self._file.close()
-
-        def writelines(self, lines):
-            self._file.write("".join(lines)[:100])
-            self._file.flush()
-            raise OSError(errno.ENOSPC, "No space left on device")
-
+def test_a_pin_after_one_that_could_not_be_noted_is_noted_with_it(tmp_path, monkeypatch, caplog):
     with closing(engine_of(tmp_path)) as engine:
         first, second = learn(engine, A), learn(engine, B)
         with monkeypatch.context() as patch:
-            opened = lambda *given, **more: Full(open(*given, **more))  # noqa: E731, SIM115
-            patch.setattr(documents_file, "open", opened, raising=False)
+            patch.setattr(KeptDocuments, "write", Mock(side_effect=sqlite3.OperationalError("disk is full")))
             engine.keeper.pin([first])
+        assert "(disk is full): they will end with this process" in caplog.text
         engine.keeper.pin([second])
     with closing(engine_of(tmp_path)) as engine:
         assert [known(engine, tokens).pinned for tokens in (A, B)] == [True, True]
+
+
+def rows(folder, query):
+    """The result of a query in the database of kept documents."""
+    with closing(sqlite3.connect(folder / "disk" / FILE)) as database, database:
+        return database.execute(query).fetchall()
 
 
 @pytest.mark.parametrize("before", ["", "draft"])

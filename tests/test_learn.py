@@ -32,6 +32,7 @@ from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.demo import SHIPPED
 from lmc.documents.escaped import PROBE, as_json, escapes_tool_results
+from lmc.documents.kept import FILE, KeptDocuments
 from lmc.documents.sources import Corpus, Document, read_documents
 from lmc.errors import InputError
 from lmc.http.client import PAGE, Unreachable
@@ -349,7 +350,7 @@ def test_documents_are_pinned_and_limited_in_time_also_if_they_were_learned_befo
     words = "learn", tmp_path / "d.jsonl", "--model", MODEL, "--local-disk", tmp_path / "disk"
     _, out, _ = lmc(*words)
     assert "tokens stored now: memory" in out
-    assert not (tmp_path / "disk/documents.jsonl").exists()
+    assert not (tmp_path / "disk" / FILE).exists()
     found = json.loads(lmc(*words, "--pin", "--ttl", "2h", "--json")[1])
     assert (found["before"], found["learned"]) == (3, 0)
     assert wanted(tmp_path) == [(f"notes/{i}", True, True) for i in range(3)]
@@ -366,17 +367,14 @@ def test_pins_go_when_everything_is_cleared(tmp_path: Path) -> None:
     words = "learn", tmp_path / "d.jsonl", "--model", MODEL, "--local-disk", tmp_path / "disk", "--pin"
     assert "1 document was pinned and set to expire after 7d" in lmc(*words, "--ttl", "7d")[1]
     assert "1 document was pinned and set to expire after 70 s" in lmc(*words, "--ttl", "70")[1]
-    assert (tmp_path / "disk/documents.jsonl").exists()
+    assert (tmp_path / "disk" / FILE).exists()
     assert lmc("clear", tmp_path / "disk", "--all", "--yes")[0] == 0
-    assert not (tmp_path / "disk/documents.jsonl").exists()
+    assert not (tmp_path / "disk" / FILE).exists()
 
 
 def wanted(folder: Path) -> list[tuple[str, bool, bool]]:
-    noted: dict[str, dict[str, Any]] = {}
-    for line in (folder / "disk/documents.jsonl").read_text().splitlines():
-        one = json.loads(line)
-        noted[one["id"]] = noted.get(one["id"], {}) | one
-    return [(one["name"], one["pinned"], one["expires"] > time.time()) for one in noted.values()]
+    kept = KeptDocuments(folder / "disk").read()
+    return sorted((one.name, one.pinned, one.expires > time.time()) for one in kept)
 
 
 def test_there_has_to_be_room_for_pins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from vllm_fakes import learn as learn_in
 import lmc.demo as lmc_demo
 from lmc.connectors.vllm.scheduler.admin import Administration, serve_if_wanted
 from lmc.documents.admin import DocumentAdmin
+from lmc.documents.kept import FILE
 from lmc.errors import ConfigError, InputError
 from lmc.http import server as http_server
 from lmc.http import timeouts
@@ -232,7 +233,8 @@ def test_all_is_cleared_from_the_disk_of_a_server_with_its_pins(tmp_path):
     with administered(tmp_path, **disk) as service:
         engine = service.engine()
         engine.keeper.pin([learn(engine, A, name="a.txt")])
-        (file,) = disk["local_disk"].glob("documents-*.jsonl")
+        file = disk["local_disk"] / FILE
+        assert file.exists()
     (mine := disk["local_disk"] / "documents-of-mine.jsonl").write_text('{"id": "a", "text": "b"}\n')
     assert lmc("clear", str(disk["local_disk"]), "--all", "--yes")[0] == 0
     assert (file.exists(), mine.exists()) == (False, True)

@@ -230,7 +230,7 @@ def clear(
     the disk. Buckets and shared directories only know when a record was written, and that counts as its use.
     """
     from lmc.commands.inspect import old_records, places
-    from lmc.documents.file import forget_noted
+    from lmc.documents.kept import forget_kept
     from lmc.storage.tiers.disk import DiskTier
 
     if [everything, *(given is not None for given in (namespace, unused_for, keep))].count(True) != 1:
@@ -250,7 +250,7 @@ def clear(
         removed = sum(tier.delete(key) for place, tier in tiers for key in doomed[place.name])
         for place, tier in tiers:
             if isinstance(tier, DiskTier) and not by_age:  # Otherwise pinned documents would be learned again.
-                forget_noted(tier.root, {key.hex() for key in doomed[place.name]}, namespace or "")
+                forget_kept(tier.root, {key.hex() for key in doomed[place.name]}, namespace or "")
     console().print(Text(f"removed {counted(removed, 'record')} from {names}"))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from lmc.config.mooncake_url import MooncakeURL
 from lmc.config.remote_url import ObjectURL, RemoteURL
 from lmc.config.settings import Settings
-from lmc.documents.file import pinned_keys
+from lmc.documents.kept import pinned_keys
 from lmc.errors import ConfigError, CorruptRecord, InputError, TierUnusable
 from lmc.keys import ChunkKey
 from lmc.shapes import GIB

@@ -1,23 +1,22 @@
 """The keeper: pins and time limits of documents.
 
-Pins and time limits are recorded in a file in the disk tier's directory, one JSON line per change, and survive a
-restart. A thread removes expired documents. Once a minute it also restores pinned documents to tiers that lost them,
-and checks the integrity of the store if `LMC_CHECK_INTEGRITY` is set.
+Pins and time limits are recorded in a database in the disk tier's directory (`kept.py`), and survive a restart. A
+thread removes expired documents. Once a minute it also restores pinned documents to tiers that lost them, and checks
+the integrity of the store if `LMC_CHECK_INTEGRITY` is set.
 """
 
-import json
 import logging
+import sqlite3
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from lmc.config.sources import checks_integrity
-from lmc.documents import file as documents_file
-from lmc.documents.known import REMOVED_BY_USER, KnownDocument, KnownDocuments, unpack_tokens
+from lmc.documents.kept import KeptDocument, KeptDocuments
+from lmc.documents.known import REMOVED_BY_USER, KnownDocument, KnownDocuments
 from lmc.errors import InputError
 from lmc.keys import ChunkKey
 from lmc.storage.store import Store
@@ -27,7 +26,6 @@ log = logging.getLogger(__name__)
 EXPIRY_SECONDS = 1.0  # interval between two checks for expired documents
 RESTORE_SECONDS = 60.0  # interval between two checks for pinned documents that a tier has lost, and of integrity
 MAX_LOGGED_FAULTS = 10
-TIDYING_RESTS = 10  # seconds of rest for each second in which stale lines are removed from the file
 RESTORED_CHUNKS = 8  # chunks per request to a tier
 
 
@@ -92,7 +90,7 @@ class Keeper(DocumentKeeper):
         self,
         store: Store,
         known: KnownDocuments,
-        path: Path | None,
+        rows: KeptDocuments | None,
         *,
         keys_of: Callable[[bytes, Sequence[int], Sequence[ChunkKey]], Sequence[ChunkKey]],
         learn: Callable[[KnownDocument], object],
@@ -100,25 +98,24 @@ class Keeper(DocumentKeeper):
         size: Callable[[KnownDocument], float],
         share: PinnedShare | None = None,
     ) -> None:
-        """Create a keeper. Without a `path`, pins and time limits end with the process.
+        """Create a keeper. Without `rows`, pins and time limits end with the process.
 
-        `keys_of` returns a document's keys, given its namespace, its tokens and the keys recorded in the file. `learn`
+        `keys_of` returns a document's keys, given its namespace, its tokens and the keys recorded in its row. `learn`
         queues a document to be computed again, `unqueue` removes it from that queue, and `size` returns the part of the
         pin quota that a document takes.
         """
         self._share = share or PinnedShare()
-        self._store, self._known, self._path = store, known, path
+        self._store, self._known, self._rows = store, known, rows
         self._keys_of, self._learn, self._unqueue, self._size = keys_of, learn, unqueue, size
         self._kept: dict[str, KnownDocument] = {}  # id -> document that is pinned or has a time limit
         self._pins: Counter[ChunkKey] = Counter()  # counts documents, because those with the same prefix share chunks
-        self._foreign: dict[str, str] = {}  # id -> line about a document of other settings, which may be used again
-        self._torn = False  # whether the file may end with half a line
-        self._stale = False  # whether the file has lines about documents without a pin and a time limit
-        self._next_tidying = 0.0  # time from which these lines may be removed again
+        self._unwritten: dict[str, KnownDocument] = {}  # id -> document whose row could not be written
         self._mutex = threading.Lock()  # guards the fields above; held only for a moment
         # Prevents that a document is pinned or learned again while it is removed. Acquired before the other locks.
         self.moving = threading.RLock()
-        self._file = threading.Lock()  # guards the file, which must agree with `_kept`; acquired before the mutex
+        self._writing = (
+            threading.Lock()
+        )  # held while rows are written, so that they agree with `_kept`; before the mutex
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._checks_integrity = checks_integrity()
@@ -130,22 +127,22 @@ class Keeper(DocumentKeeper):
         return len(self._pins)
 
     def load(self) -> None:
-        """Read the file of earlier processes. Pins that exceed the quota are given up."""
+        """Read the rows of earlier processes. Pins that exceed the quota are given up."""
+        if self._rows is None:
+            return
+        given_up = list[KnownDocument]()
         try:
-            lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines() if self._path else []
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            log.warning("cannot read the pins in %s (%s): started without pins", self._path, error.strerror)
-            return
-        entries: dict[str, dict[str, Any]] = {}
-        for entry in filter(None, map(documents_file.parsed, lines)):
-            entries[entry["id"]] = entries.get(entry["id"], {}) | entry
-        given_up = sum(not self._take_over(entry) for entry in entries.values())
+            for row in self._rows.read():
+                document = self._known_from(row)
+                if document is not None and not self._take_over(document, row):
+                    given_up.append(document)
+        except (OSError, sqlite3.Error) as error:
+            aside = self._rows.set_aside(error)
+            renamed = f"; it is renamed to {aside.name}" if aside else ""
+            log.warning("cannot read all pins in %s (%s)%s", self._rows.path, error, renamed)
         if given_up:
-            log.warning("unpinned %d documents: they exceed the pin quota (document_share)", given_up)
-        if len(lines) != len(self._kept) + len(self._foreign):
-            self._rewrite()
+            log.warning("unpinned %d documents: they exceed the pin quota (document_share)", len(given_up))
+            self._write(given_up)
         self._start()
 
     def pin(self, documents: Sequence[KnownDocument]) -> None:
@@ -194,7 +191,6 @@ class Keeper(DocumentKeeper):
             for key in self._known.unused(key for document in documents for key in document.keys):
                 self._store.forget(key)
             self._note(documents)
-        self._tidy_if_due()
 
     def remove_expired(self) -> None:
         """Remove the expired documents."""
@@ -250,14 +246,13 @@ class Keeper(DocumentKeeper):
             self._share.give(sum(self._size(document) for document in self._kept.values() if document.pinned))
             self._kept.clear()
             self._pins.clear()
-            self._path = None
+            self._rows = None
 
     def close(self) -> None:
-        """Stop the keeper's background work, and remove what is stale from the file."""
+        """Stop the keeper's background work."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
-        self._tidy()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -282,27 +277,24 @@ class Keeper(DocumentKeeper):
         if free:
             self._store.protect(free, pinned=False)
 
-    def _take_over(self, entry: dict[str, Any]) -> bool:
-        """Restore a document's pin and time limit from the file. Returns False if its pin exceeds the quota."""
-        pinned, expires = entry.get("pinned") is True, entry.get("expires")
-        if not pinned and not expires:
-            return True
+    def _known_from(self, row: KeptDocument) -> KnownDocument | None:
+        """Return the known document of a row, or None if an earlier process used another chunk_size."""
         try:
-            tokens, namespace = unpack_tokens(entry["tokens"]).tolist(), bytes.fromhex(entry["namespace"])
-            keys = self._keys_of(namespace, tokens, documents_file.keys_of(entry.get("keys", "")))
-            expires = float(expires or 0.0)
-            if keys[-1].hex() != entry["id"]:  # An earlier process used another chunk_size.
-                self._foreign[entry["id"]] = json.dumps(entry) + "\n"
-                return True
-        except (ValueError, TypeError, KeyError, IndexError):  # lmc did not write this line.
-            return True
-        model, tenant = str(entry.get("model", "")), str(entry.get("tenant", ""))
-        document = self._known.note(namespace, tokens, keys, model=model, tenant=tenant)
-        if name := str(entry.get("name", "")):
-            self._known.rename(document, name)
-        document.expires = expires
-        fits = not pinned or self._share.take(self._size(document)) <= 1
-        if pinned and fits:
+            keys = self._keys_of(row.namespace, row.tokens, row.keys)
+        except (ValueError, IndexError):
+            return None
+        if not keys or keys[-1].hex() != row.id:
+            return None
+        document = self._known.note(row.namespace, row.tokens, keys, model=row.model, tenant=row.tenant)
+        if row.name:
+            self._known.rename(document, row.name)
+        return document
+
+    def _take_over(self, document: KnownDocument, row: KeptDocument) -> bool:
+        """Restore a document's pin and time limit. Returns False if its pin exceeds the quota."""
+        document.expires = row.expires
+        fits = not row.pinned or self._share.take(self._size(document)) <= 1
+        if row.pinned and fits:
             self._pin(document)
             self._store.protect(document.keys, pinned=True)
         if document.kept:
@@ -310,71 +302,32 @@ class Keeper(DocumentKeeper):
         return fits
 
     def _note(self, documents: Sequence[KnownDocument]) -> None:
-        """Append a line for each document that has, or had until now, a pin or a time limit."""
-        with self._file:
+        """Write the rows of those documents that have, or had until now, a pin or a time limit."""
+        with self._writing:
             with self._mutex:
                 changed = [document for document in documents if document.kept or document.id in self._kept]
-                new = {document.id for document in changed} - self._kept.keys()
+                new = any(document.id not in self._kept for document in changed)
                 for document in changed:
                     if document.kept:
                         self._kept[document.id] = document
                     else:
                         self._kept.pop(document.id, None)
-                        self._stale = True
             if changed:
-                self._write([documents_file.line_about(document, whole=document.id in new) for document in changed])
-        if self._path is None and new:
+                self._write(changed)
+        if self._rows is None and new:
             log.warning("pins and time limits will end with this process: set local_disk to keep them")
         self._start()
 
-    def _rewrite(self) -> None:
-        """Rewrite the file with one line per document."""
-        with self._file:
-            self._write()
-
-    def _tidy_if_due(self) -> None:
-        """Remove what is stale from the file, unless this has taken long a moment ago: the thread does it later."""
-        if self._stale and time.monotonic() >= self._next_tidying:
-            self._tidy()
-
-    def _tidy(self) -> None:
-        """Remove the lines about documents without a pin and a time limit, so that their tokens leave the file."""
-        began = time.monotonic()
-        with self._file:
-            if not self._stale or self._path is None:
-                return
-            self._stale = False
-            if self._torn:
-                self._write()
-                return
-            with self._mutex:
-                ids = {*self._kept, *self._foreign}
-            try:
-                documents_file.keep_lines(self._path, ids)
-            except OSError as error:
-                self._stale = True
-                log.warning("cannot remove documents from %s: %s", self._path, error.strerror)
-        now = time.monotonic()
-        self._next_tidying = now + TIDYING_RESTS * (now - began)
-
-    def _write(self, lines: Sequence[str] | None = None) -> None:
-        """Append `lines`. Without them, or if the file ends with half a line, rewrite the whole file.
-
-        A line appended to half a line could not be read.
-        """
-        if self._path is None:
+    def _write(self, documents: Sequence[KnownDocument]) -> None:
+        """Write the rows of documents, and those that could not be written before."""
+        if (rows := self._rows) is None:
             return
+        self._unwritten |= {document.id: document for document in documents}
         try:
-            if lines is None or self._torn:
-                everything = [documents_file.line_about(document, whole=True) for document in self._all()]
-                documents_file.replace(self._path, [*everything, *self._foreign.values()])
-                self._torn = False
-            else:
-                documents_file.append(self._path, lines)
-        except OSError as error:
-            self._torn |= lines is not None
-            message = "cannot write the pins to %s (%s): they will end with this process"
-            log.warning(message, self._path, error.strerror)
+            rows.write(self._unwritten.values())
+            self._unwritten.clear()
+        except (OSError, sqlite3.Error) as error:
+            log.warning("cannot write the pins to %s (%s): they will end with this process", rows.path, error)
 
     def _start(self) -> None:
         with self._mutex:
@@ -393,7 +346,6 @@ def _check_documents(reference: "weakref.ref[Keeper]", ended: threading.Event) -
             return
         try:
             keeper.remove_expired()
-            keeper._tidy_if_due()
             since += EXPIRY_SECONDS
             if since >= RESTORE_SECONDS:
                 since = 0.0

@@ -20,9 +20,9 @@ from lmc.background import Background
 from lmc.blend.segments import Span
 from lmc.config.settings import Settings
 from lmc.copies import settle
-from lmc.documents.file import FILE
 from lmc.documents.finder import SEAM, FoundRun
 from lmc.documents.keeper import DocumentKeeper, Keeper
+from lmc.documents.kept import KeptDocuments
 from lmc.documents.known import KnownDocument, KnownDocuments, document_bytes, document_label, parted_label
 from lmc.documents.learn_queue import LearnQueue, Unlearned
 from lmc.documents.server import DocumentServer, LearningEngine
@@ -38,6 +38,7 @@ from lmc.shapes import GIB, KVShape
 from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.contract import ChunkStore, Pin, PinState, Reservation, StoredChunk
 from lmc.storage.cost_model import BlendOffer, CostModel, LoadPolicy
+from lmc.storage.secret_keys import read_keys
 from lmc.storage.stats import StoreStats
 from lmc.storage.store import Store
 from lmc.storage.tiers.record import RecordMeta
@@ -449,10 +450,11 @@ class CacheEngine:
         if self.server is not None:
             return self.server.keeper(self.known, unqueue)
         assert isinstance(self.store, Store), "a store without a server is in this process"
+        disk = self.settings.local_disk
         keeper = Keeper(
             self.store,
             self.known,
-            self.settings.local_disk / FILE if self.settings.local_disk else None,
+            KeptDocuments(disk, keys=read_keys(self.settings.encryption_key)) if disk else None,
             keys_of=lambda namespace, tokens, _: self.document_keys(tokens, namespace),
             learn=lambda one: self._learn_again(Unlearned.of(one), wanted=True),
             unqueue=unqueue,

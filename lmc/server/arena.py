@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from pathlib import Path
 
 from lmc.documents.keeper import Keeper, PinnedShare
+from lmc.documents.kept import KeptDocuments
 from lmc.documents.known import KnownDocument, KnownDocuments, parted_label
 from lmc.documents.learn_queue import Unlearned
 from lmc.keys import ChunkKey, RecordKind, document_keys
@@ -53,13 +53,13 @@ class Arena:
         max_known_bytes: float,
         share: PinnedShare,
         room: int,
-        pins_file: Path | None,
+        kept: KeptDocuments | None,
         quotas: Quotas,
         neighbours: "Callable[[], Sequence[Arena]]",
     ) -> None:
         """The log `everything` receives all changes of this arena, too.
 
-        Pinned documents may take `room` bytes in all arenas that have this `share`. `pins_file` records the pins.
+        Pinned documents may take `room` bytes in all arenas that have this `share`. `kept` has the rows of pins.
         `neighbours` returns all arenas, which share the quotas.
         """
         changes, self._fair = _ArenaChanges(everything), FairShares(quotas)
@@ -76,7 +76,7 @@ class Arena:
         self.keeper = Keeper(
             self.store,
             self.known,
-            pins_file,
+            kept,
             keys_of=lambda _, __, keys: keys,
             learn=lambda document: self.waiting.want(document.id, Unlearned.of(document)),
             unqueue=lambda document: self.waiting.discard(document.id),

@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lmc.config.settings import Settings
-from lmc.documents.file import file_of_layout
 from lmc.documents.keeper import PinnedShare
+from lmc.documents.kept import KeptDocuments
 from lmc.documents.known import KnownDocument
 from lmc.errors import NoMemory, StorageError
 from lmc.server.arena import Arena, ArenaBacking, ArenaTier, ChangeLogs
@@ -28,6 +28,7 @@ from lmc.storage.change_log import Amount, ChangeLog
 from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.memory.host_memory import memory_available
 from lmc.storage.memory.slab import Slab, Slot
+from lmc.storage.secret_keys import read_keys
 from lmc.storage.store import Store
 from lmc.storage.tiers.opening import coded, open_plain_tiers
 from lmc.storage.tiers.tier import Tier, is_local
@@ -211,7 +212,7 @@ class Arenas:
             max_known_bytes=settings.max_document_index_size * GIB,
             share=self._pinned,
             room=self._room_for_pins(),
-            pins_file=self._pins_file(layout),
+            kept=self._kept_documents(layout),
             quotas=self.quotas,
             neighbours=self.all,
         )
@@ -230,10 +231,10 @@ class Arenas:
         room = settings.max_local_disk_size if settings.local_disk else settings.max_local_cpu_size
         return int(settings.document_share * room * GIB)
 
-    def _pins_file(self, layout: ChunkLayout) -> Path | None:
-        """Return the file that records the pins of an arena; None if nothing outlives the server."""
+    def _kept_documents(self, layout: ChunkLayout) -> KeptDocuments | None:
+        """Return the rows of an arena's pins; None if nothing outlives the server."""
         place = self._settings.local_disk or self._memory
-        return place / file_of_layout(layout.name) if place else None
+        return KeptDocuments(place, layout.name, read_keys(self._settings.encryption_key)) if place else None
 
     def _kept(self) -> list[ChunkLayout]:
         """Return the layouts with memory of an earlier server; remove memory whose size differs from the budget."""

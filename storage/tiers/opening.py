@@ -14,9 +14,10 @@ from lmc.config.remote_url import ObjectURL, RemoteURL
 from lmc.config.settings import Settings
 from lmc.errors import ConfigError, TierUnusable
 from lmc.shapes import GIB
+from lmc.storage.secret_keys import read_keys
 from lmc.storage.tiers.codec import Coded, lz4_block
 from lmc.storage.tiers.disk import DiskTier
-from lmc.storage.tiers.encryption import Encrypted, read_keys
+from lmc.storage.tiers.encryption import Encrypted
 from lmc.storage.tiers.record import NO_CODEC
 from lmc.storage.tiers.tier import ListedTier, Tier
 

@@ -1,0 +1,178 @@
+"""The database of kept documents: those with a pin or a time limit, in the directory of a disk tier.
+
+It is apart from the tier's index, which is built anew from the records when it is lost: pins cannot be. A row has the
+tokens of its document, so that one that is in no tier can be computed again, and they and its name are encrypted if its
+tenant has a secret key. A change is on the disk when a call returns, and what is removed is overwritten.
+"""
+
+import json
+import os
+import sqlite3
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmc.documents.known import KnownDocument, pack_tokens, unpack_tokens
+from lmc.errors import CorruptRecord
+from lmc.keys import ChunkKey
+from lmc.storage.secret_keys import SecretKeys
+
+FILE = "documents.sqlite"
+KEY = 32  # bytes of a chunk's key
+VERSION = 1  # of the table
+PATIENCE_SECONDS = 5.0  # A command that reads the database may hold its lock for a moment.
+TABLE = """
+CREATE TABLE IF NOT EXISTS kept (
+    layout TEXT, id TEXT, namespace BLOB, model TEXT, tenant TEXT, keys BLOB, pinned INT, expires REAL, text BLOB,
+    encrypted INT, PRIMARY KEY (layout, id)
+)
+"""
+PUT = """
+INSERT INTO kept VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (layout, id) DO UPDATE SET
+    pinned = excluded.pinned, expires = excluded.expires, text = excluded.text, encrypted = excluded.encrypted
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptDocument:
+    """A row: a document as an earlier process has kept it."""
+
+    id: str
+    namespace: bytes
+    model: str
+    tenant: str
+    keys: Sequence[ChunkKey]
+    pinned: bool
+    expires: float  # seconds since 1970; 0 without a time limit
+    name: str
+    tokens: Sequence[int]
+
+
+class KeptDocuments:
+    """The rows of one chunk layout. A cache server has several layouts in one database."""
+
+    def __init__(self, directory: Path, layout: str = "", keys: SecretKeys | None = None) -> None:
+        """Use the database of a directory. It is created by the first change."""
+        self.path = directory / FILE
+        self._layout, self._keys = layout, keys or SecretKeys()
+
+    def read(self) -> Iterator[KeptDocument]:
+        """Yield the documents, in the order in which they were kept first, without those whose secret key is missing.
+
+        Raises `OSError` or `sqlite3.Error`.
+        """
+        if not _has_rows(self.path):
+            return
+        with _opened(self.path) as database:
+            rows = database.execute(
+                "SELECT id, namespace, model, tenant, keys, pinned, expires, text, encrypted FROM kept "
+                "WHERE layout = ? ORDER BY rowid",
+                (self._layout,),
+            )
+            for identity, namespace, model, tenant, keys, pinned, expires, text, encrypted in rows:
+                with suppress(ValueError, KeyError, TypeError, CorruptRecord):  # lmc did not write this row.
+                    opened = self._keys.open(text, identity.encode()) if encrypted else (text, None)
+                    if opened is None:
+                        continue
+                    entry = json.loads(opened[0])
+                    yield KeptDocument(
+                        id=identity, namespace=bytes(namespace), model=str(model), tenant=str(tenant),
+                        keys=_parted(keys), pinned=bool(pinned), expires=float(expires), name=str(entry["name"]),
+                        tokens=unpack_tokens(entry["tokens"]),
+                    )  # fmt: skip
+
+    def write(self, documents: Iterable[KnownDocument]) -> None:
+        """Write the rows of documents, and remove those without a pin and a time limit, in one step.
+
+        Raises `OSError` or `sqlite3.Error`, and then changes nothing.
+        """
+        documents = list(documents)
+        rows = [self._row(document) for document in documents if document.kept]
+        gone = [(self._layout, document.id) for document in documents if not document.kept]
+        if not rows and not self.path.exists():
+            return
+        with _opened(self.path, change=True) as database:
+            database.executemany("DELETE FROM kept WHERE layout = ? AND id = ?", gone)
+            database.executemany(PUT, rows)
+
+    def set_aside(self, error: Exception) -> Path | None:
+        """Rename a database that is damaged, as the error says, so that a new one can be made. Returns its new path."""
+        if isinstance(error, sqlite3.OperationalError) or not isinstance(error, sqlite3.DatabaseError):
+            return None  # It may be readable later.
+        aside = self.path.with_name(f"{self.path.name}.damaged")
+        with suppress(OSError):
+            self.path.replace(aside)
+            return aside
+        return None
+
+    def _row(self, document: KnownDocument) -> tuple[object, ...]:
+        text = json.dumps({"name": document.name, "tokens": pack_tokens(document.tokens)}).encode()
+        if (secret := self._keys.newest(document.tenant)) is not None:
+            text = secret.derive(document.id.encode()).seal(text)
+        return (
+            self._layout, document.id, document.namespace, document.model, document.tenant, b"".join(document.keys),
+            document.pinned, document.expires, text, secret is not None,
+        )  # fmt: skip
+
+
+def forget_kept(directory: Path, ids: Collection[str], namespace: str | None = None) -> None:
+    """Remove documents from the database in the directory of a disk tier that no engine uses.
+
+    Removes the documents with these `ids`, and those whose namespace begins with the hex digits `namespace`. An empty
+    `namespace` stands for all. Raises `sqlite3.Error`, and then removes nothing.
+    """
+    path = directory / FILE
+    if not _has_rows(path):
+        return
+    with _opened(path, change=True) as database:
+        database.executemany("DELETE FROM kept WHERE id = ?", [(one,) for one in ids])
+        if namespace is not None:
+            database.execute("DELETE FROM kept WHERE lower(hex(namespace)) GLOB ?", (f"{namespace}*",))
+        (left,) = database.execute("SELECT count(*) FROM kept").fetchone()
+    if not left:
+        path.unlink(missing_ok=True)
+
+
+def pinned_keys(directory: Path) -> set[ChunkKey]:
+    """Return the chunks of the documents that are pinned in a disk tier's directory. Raises `sqlite3.Error`."""
+    path, found = directory / FILE, set[ChunkKey]()
+    if _has_rows(path):
+        with _opened(path) as database:
+            for (keys,) in database.execute("SELECT keys FROM kept WHERE pinned"):
+                found.update(_parted(keys))
+    return found
+
+
+@contextmanager
+def _opened(path: Path, *, change: bool = False) -> Iterator[sqlite3.Connection]:
+    """Open the database. With `change`, it is created if needed, and the block's changes are committed at its end."""
+    if change:  # SQLite would create a file that everybody can read, and it has tokens of tenants' documents.
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+    with closing(sqlite3.connect(path, timeout=PATIENCE_SECONDS, isolation_level=None)) as database:
+        (version,) = database.execute("PRAGMA user_version").fetchone()
+        if version not in (0, VERSION):
+            raise sqlite3.DatabaseError(f"it has version {version} instead of {VERSION}")
+        if not change:
+            yield database
+            return
+        database.executescript("PRAGMA auto_vacuum = FULL; PRAGMA secure_delete = ON; PRAGMA synchronous = EXTRA")
+        database.execute("BEGIN IMMEDIATE")
+        try:
+            database.execute(TABLE)
+            database.execute(f"PRAGMA user_version = {VERSION}")
+            yield database
+            database.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):
+                database.execute("ROLLBACK")
+            raise
+
+
+def _has_rows(path: Path) -> bool:
+    """Return whether the database exists, and is more than the file that `_opened` creates."""
+    return path.exists() and path.stat().st_size > 0
+
+
+def _parted(keys: bytes) -> list[ChunkKey]:
+    return [ChunkKey(keys[at : at + KEY]) for at in range(0, len(keys), KEY)]
