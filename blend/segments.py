@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from lmc.blend.markers import Markers
-from lmc.blend.turn_headers import Tokens, Variants, longest_first, occurrences
+from lmc.blend.turn_headers import Tokens, Variants, longest_first, occurrences, positions_of
 
 PASSES = 4  # Replacing a separator may leave another one, as in "# # #".
 
@@ -64,7 +64,7 @@ def split(tokens: Tokens, markers: Markers) -> Segments:
     cuts = [cut for cut in _find(tokens, markers.separators) if not answered(cut.start)]
     if not cuts:
         return Segments(system=Span(0, 0), documents=(), question=Span(0, len(tokens)))
-    turns = sorted({at for at, _ in headers} | {at for at, token in enumerate(tokens) if token in markers.special})
+    turns = sorted({at for at, _ in headers}.union(positions_of(tokens, markers.special)))
     between = (Span(a.stop, b.start) for a, b in itertools.pairwise(cuts))
     system = Span(0, cuts[0].start)
     return Segments(
@@ -81,7 +81,7 @@ def texts(tokens: Tokens, markers: Markers) -> list[Span]:
     They are outside of special tokens, headers of turns, separators, and the model's answers.
     """
     headers = _headers(tokens, markers)
-    others = [Span(at, at + 1) for at, token in enumerate(tokens) if token in markers.special]
+    others = [Span(at, at + 1) for at in positions_of(tokens, markers.special)]
     others += (Span(at, at + len(header)) for at, header in headers)
     others += (Span(answer.start, answer.stop) for answer in _answers(len(tokens), headers, markers.answers))
     others += _find(tokens, markers.separators)

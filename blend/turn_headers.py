@@ -6,10 +6,13 @@ its output. `Markers.of` calls `TurnHeaders.of` once, at the start.
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+
+import numpy as np
 
 from lmc.keys import common_prefix
 
@@ -103,14 +106,21 @@ def occurrences(tokens: Tokens, variants: Variants) -> Iterator[tuple[int, tuple
 
     If several begin at the same position, the first of `variants` counts.
     """
-    firsts = {variant[0] for variant in variants}
     end = 0
-    for at, token in enumerate(tokens):
-        if token in firsts and at >= end:
+    for at in positions_of(tokens, {variant[0] for variant in variants}):
+        if at >= end:
             match = next((one for one in variants if tuple(tokens[at : at + len(one)]) == one), None)
             if match is not None:
                 end = at + len(match)
                 yield at, match
+
+
+def positions_of(tokens: Tokens, wanted: Collection[int]) -> list[int]:
+    """Return the positions of the `wanted` tokens. In an array, a search takes a tenth of the time."""
+    if isinstance(tokens, array) and tokens:
+        found: list[int] = np.flatnonzero(np.isin(np.frombuffer(tokens, np.uint32), list(wanted))).tolist()
+        return found
+    return [at for at, token in enumerate(tokens) if token in wanted]
 
 
 def longest_first(variants: Iterable[Sequence[int]]) -> Variants:

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from lmc.blend.markers import Markers
+from lmc.blend.segments import split
 from lmc.demo import REAL
 from lmc.demo.outcome import Answer, Asked, Outcome, Picture
 from lmc.demo.page import write_page
@@ -146,6 +148,17 @@ def test_a_model_is_asked_in_its_chat_template_if_it_has_one(template: str | Non
     example = prompts.example(question, 0)
     assert "".join(map(chr, example.prompt)) == wanted
     assert example.accepted == ("Ada", "Ada King")
+
+
+def test_a_separator_in_a_document_does_not_cut_it() -> None:
+    """The demo ended with a traceback, because the prompt had more documents than were retrieved."""
+    question = Question(question="Who?", answer="Ada", accepted=())
+    documents = {"a": "one ## two", "b": "three"}
+    prompts = Prompts(Collection(system="Be short.", documents=documents, questions=[question]), Letters(), "##")
+    markers = Markers(separators=((35, 35),))
+    example = prompts.example(question, 0)
+    assert len(split(example.prompt, markers).documents) == len(example.order) == 2
+    assert "one # # two" in "".join(map(chr, example.prompt))
 
 
 def test_agreement_is_counted_up_to_the_first_difference() -> None:

@@ -392,6 +392,17 @@ def test_there_has_to_be_room_for_pins(tmp_path: Path, monkeypatch: pytest.Monke
     assert note in err
 
 
+def test_documents_with_a_separator_are_named(tmp_path: Path) -> None:
+    """Comments in configuration files often have one, and were not found in prompts without any word."""
+    (tmp_path / "a.txt").write_text("# # Uncomment this: owner of lamp Tara .")
+    (tmp_path / "b.txt").write_text("# Comment: owner of lamp Tara .")
+    words = "learn", tmp_path, "--glob", "*.txt", "--model", MODEL, "--local-disk", tmp_path / "disk", "--json"
+    for more in (["--dry-run"], []):
+        (note,) = json.loads(lmc(*words, *more)[1])["notes"]
+        assert note.startswith("1 document with the separator '# #', such as a.txt: it is learned as '##'")
+        assert "LMC_BLEND_SPECIAL_STR" in note
+
+
 # -- texts as JSON strings --------------------------------------------------------------------------------------------
 
 

@@ -51,6 +51,10 @@ def where(pieces):
     return [(piece.key, piece.at, piece.tokens, piece.skip, piece.first) for piece in pieces]
 
 
+def unknown(plan):
+    return [document.span for document in plan.unknown]
+
+
 def spans(pieces):
     return [(piece.at, piece.stop) for piece in pieces]
 
@@ -156,7 +160,7 @@ def test_the_exact_part_ends_where_a_chunk_of_the_document_is_missing():
     plan = make_plan(match(document("a", 0, "host", None, "host", exact=True)))
     assert spans(plan.pieces) == [(0, 10)]
     assert (plan.reach, plan.stop, plan.note) == (10, 10, "")
-    assert plan.unknown == (Span(0, 30),)
+    assert unknown(plan) == [Span(0, 30)]
 
 
 def test_an_exact_document_behind_a_gap_is_used_only_beside_others():
@@ -214,7 +218,7 @@ def test_what_is_stored_of_a_document_is_used_and_the_document_is_to_be_learned(
     a, b = document("a", 5, "host", None, "disk", None), document("b", 60, "host")
     plan = make_plan(match(a, b))
     assert spans(plan.documents) == [(5, 15), (25, 35), (60, 70)]
-    assert plan.unknown == (Span(5, 45),)
+    assert unknown(plan) == [Span(5, 45)]
 
 
 def test_a_chunk_for_whose_positions_the_model_has_no_angles_is_not_taken():
@@ -230,7 +234,7 @@ def test_text_that_may_be_no_document_is_used_and_never_learned():
 
 def test_a_document_of_which_nothing_is_stored_is_to_be_learned():
     given = match(document("a", 0, None, None, last=4), document("b", 20, None))
-    assert make_plan(given) == Plan(match=given, unknown=(Span(0, 14), Span(20, 30)))
+    assert make_plan(given) == Plan(match=given, unknown=given.documents)
 
 
 def test_a_chunk_that_did_not_come_is_not_taken_again_and_its_document_is_to_be_learned():
@@ -238,7 +242,7 @@ def test_a_chunk_that_did_not_come_is_not_taken_again_and_its_document_is_to_be_
     a, b = document("a", 0, "host", "host", exact=True), document("b", 30, "disk", "disk")
     plan = make_plan(match(a, b, lost=lost))
     assert (spans(plan.exact), spans(plan.documents)) == ([(0, 10)], [(40, 50)])
-    assert plan.unknown == (a.span, b.span)
+    assert plan.unknown == (a, b)
 
 
 def test_without_loading_a_document_on_a_tier_is_not_taken_and_yet_known():
@@ -255,7 +259,7 @@ def test_too_few_tokens_of_documents_are_not_blended():
     assert spans(make_plan(replace(found, min_tokens=20)).documents) == [(15, 25), (25, 35)]
     plan = make_plan(replace(found, min_tokens=21))
     assert plan.note == "20 tokens of stored documents are fewer than blend_min_tokens=21"
-    assert (spans(plan.pieces), plan.stop, plan.unknown) == ([(0, 10)], 10, (Span(15, 45),))
+    assert (spans(plan.pieces), plan.stop, unknown(plan)) == ([(0, 10)], 10, [Span(15, 45)])
 
 
 def test_only_tokens_that_are_used_and_that_a_blend_repairs_count():
@@ -274,7 +278,7 @@ def test_a_prompt_without_approximate_documents_needs_no_note(found):
 def test_where_documents_are_refused_the_exact_part_is_taken_and_the_reason_is_given():
     a, b = document("a", 0, "host", exact=True), document("b", 20, "host", None)
     given = match(a, b, refused="blending is off", min_tokens=50)
-    expected = Plan(match=given, exact=a.pieces, reach=10, stop=10, unknown=(b.span,), note="blending is off")
+    expected = Plan(match=given, exact=a.pieces, reach=10, stop=10, unknown=(b,), note="blending is off")
     assert make_plan(given) == expected
 
 

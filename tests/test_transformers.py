@@ -856,6 +856,27 @@ def test_a_learned_document_is_found_in_part_in_a_prompt_of_the_next_process(tmp
         assert torch.allclose(blended, exact, atol=1e-4)
 
 
+@pytest.mark.parametrize("part", [slice(0, 200), slice(30, 150)], ids=["whole", "part"])
+def test_a_known_document_that_was_evicted_is_learned_again_from_a_prompt_without_separators(part: slice) -> None:
+    """It was found in every prompt, never stored again, and so computed for ever."""
+    text = random.Random(0).choices(range(10, 90), k=200)
+    prompts = [[1, 2, 3, *text[part], 4, 5 + number] for number in range(3)]
+    with CachedModel(random_model(), settings(blend_min_tokens=0), SEPARATOR) as cached:
+        cached.learn(text, "a.txt")
+        (known,) = cached.engine.known.list()
+        for key in known.keys:
+            cached.engine.store.forget(key)  # as an eviction does
+        lost = cached.prefill(prompts[0]).report
+        assert (lost.reused, lost.unknown) == (0, 1)
+        cached.generate(prompts[1], max_new_tokens=1)  # An idle moment follows it.
+        assert cached.knows(text)
+        assert cached.prefill(prompts[2]).report.reused == len(text[part])
+        cached.engine.keeper.remove([known])
+        for number in range(2):
+            cached.generate([*prompts[0], 7 + number], max_new_tokens=1)
+        assert not cached.knows(text), "what somebody has removed is not learned again"
+
+
 @pytest.mark.parametrize("prefix", [[], [SINK], [SINK, *PRIMER]])
 def test_a_choice_knows_the_depth_of_each_token(monkeypatch: pytest.MonkeyPatch, prefix: list[int]) -> None:
     text, seen = random.Random(0).choices(range(10, 90), k=200), list[Evidence]()

@@ -45,7 +45,7 @@ from lmc.connectors.vllm.scheduler.admission import MAX_TURN_SECONDS
 from lmc.connectors.vllm.scheduler.idle import MAX_PAUSE_SECONDS
 from lmc.connectors.vllm.scheduler.request_state import Role
 from lmc.connectors.vllm.scheduler.scheduler import MAX_LEARN_SECONDS
-from lmc.engine import CacheEngine, NewChunk, promotion
+from lmc.engine import CacheEngine, DocumentMatch, NewChunk, promotion
 from lmc.engine.identity import adapter_stamp
 from lmc.errors import ConfigError
 from lmc.keys import RecordKind
@@ -256,7 +256,7 @@ def test_after_a_reset_nothing_is_learned_before_the_engine_runs_again(make):
     lab.serve("one", PLAIN)
     lab.settle()
     lab.scheduler.reset()
-    (document,) = lab.engine.learn_later(DOC_A, [Span(0, len(DOC_A))], "", wanted=True)
+    (document,) = lab.engine.learn_later(DOC_A, [DocumentMatch(span=Span(0, len(DOC_A)), pieces=())], "", wanted=True)
     assert not lab.scheduler.busy
     assert not lab.step().learn
     lab.serve("two", PLAIN)

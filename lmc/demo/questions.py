@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.text import Text
 
-from lmc.blend.segments import join
+from lmc.blend.segments import join, without_separators
 from lmc.documents.sources import read_documents
 from lmc.errors import InputError
 from lmc.terminal import console
@@ -199,7 +199,8 @@ class Prompts:
         self._collection = collection
         self._retriever = Retriever(collection.documents)
         self._builder = PromptBuilder(tokenizer, collection.system, special)
-        self.tokens = {name: self._builder.encode(text) for name, text in collection.documents.items()}
+        texts = {name: without_separators(text, special) for name, text in collection.documents.items()}
+        self.tokens = {name: self._builder.encode(text) for name, text in texts.items()}
 
     def example(self, question: Question, order_seed: int | str) -> Example:
         """Return the question with its best documents, in an order that depends on `order_seed`.

@@ -142,8 +142,6 @@ class CacheEngine:
             same = next((run for run in _near(document, by_start) if _is_same(document, run)), None)
             if same is None:
                 kept.append(document)
-            else:  # It is learned again if the known one has been evicted.
-                by_start[same.span.start] = replace(same, learnable=document.learnable)
         return tuple(sorted((*kept, *by_start.values()), key=lambda one: one.span.start))
 
     def _run(self, prompt: Sequence[int], run: FoundRun[KnownDocument]) -> DocumentMatch:
@@ -156,9 +154,7 @@ class CacheEngine:
         bounds = [(number * size, min((number + 1) * size, len(document.tokens))) for number in chunks]
         exact = not run.first and self._is_where_learned(prompt, start)
         pieces = self._pieces(start, document.keys[chunks.start : chunks.stop], bounds, exact=exact)
-        return DocumentMatch(
-            span=span, pieces=tuple(trim(pieces, span.start, span.stop)), learnable=False, known=document
-        )
+        return DocumentMatch(span=span, pieces=tuple(trim(pieces, span.start, span.stop)), known=document)
 
     def document_span(self, prompt: Sequence[int]) -> Span:
         """Return the document of a prompt that consists of one document, with or without the tokens of `prefix`."""
@@ -199,13 +195,21 @@ class CacheEngine:
         return document_keys(namespace, tokens, self.chunk_size)
 
     def learn_later(
-        self, prompt: Sequence[int], documents: Iterable[Span], salt: str = "", name: str = "", *, wanted: bool = False
+        self,
+        prompt: Sequence[int],
+        documents: Iterable[DocumentMatch],
+        salt: str = "",
+        name: str = "",
+        *,
+        wanted: bool = False,
     ) -> tuple[Unlearned, ...]:
         """Queue documents to be learned, each once, and not more of them than memory holds.
 
-        Documents that are not `wanted` are learned when the engine is idle. Returns the queued documents.
+        A known document of which the prompt has a part is learned whole, unless it has been removed. Documents that are
+        not `wanted` are learned when the engine is idle. Returns the queued documents.
         """
-        new = [self.unlearned(prompt, span, salt, name) for span in documents]
+        wished = (one for one in documents if one.known is None or not one.known.removed)
+        new = [self.unlearned(prompt, document, salt, name) for document in wished]
         return tuple(document for document in new if self.learning.add(document, wanted=wanted))
 
     def share_learning(self, has_time: Callable[[], bool]) -> None:
@@ -219,8 +223,11 @@ class CacheEngine:
                 LearningEngine(self.learning, namespaces, has_time, self._learn_again, self.known)
             )
 
-    def unlearned(self, prompt: Sequence[int], span: Span, salt: str, name: str = "") -> Unlearned:
+    def unlearned(self, prompt: Sequence[int], document: DocumentMatch, salt: str, name: str = "") -> Unlearned:
         """Return a document of a prompt as an entry of the queue of documents to learn."""
+        if document.known is not None:
+            return Unlearned.of(document.known)
+        span = document.span
         return Unlearned(self.namespace(RecordKind.DOCUMENT, salt), tuple(prompt[span.start : span.stop]), name)
 
     def note(

@@ -46,9 +46,7 @@ def explain(
         there = tuple(place for place in places if place is not None)
         reused = bool(planned.intersection(piece.key for piece in document.pieces)) and not refused
         why, nearest, differs = "", "", -1
-        if document.known is not None and len(there) < len(places):
-            why = _why_gone(engine, [document.known], document.known.namespace)
-        elif len(there) < len(places):
+        if len(there) < len(places):
             why = _why_known_no_more(engine, prompt, document, salt)
             near = None if why else engine.known.nearest(tokens, engine.namespace(RecordKind.DOCUMENT, salt))
             if near is not None:
@@ -90,7 +88,7 @@ def _known(engine: CacheEngine, document: DocumentMatch) -> dict[str, Any]:
 
 def _why_known_no_more(engine: CacheEngine, prompt: Sequence[int], document: DocumentMatch, salt: str) -> str:
     """Return why a document is not stored although its text is known; empty if the text is unknown."""
-    waiting = engine.unlearned(prompt, document.span, salt)
+    waiting = engine.unlearned(prompt, document, salt)
     if waiting in engine.learning:
         return "it waits to be learned"
     if waiting in engine.learning.under_way:

@@ -27,6 +27,11 @@ class DocumentMatch:
     learnable: bool = True  # False for text that may not be a document
     known: KnownDocument | None = None  # the document to which tokens were found equal, token by token
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the whole document."""
+        return len(self.span if self.known is None else self.known.tokens)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
@@ -72,7 +77,7 @@ class Plan:
     documents: tuple[Piece, ...] = ()  # after the exact pieces
     reach: int = 0  # end of the exact part, including the engine's own tokens
     stop: int = 0  # end of the KV that the plan and its blend provide
-    unknown: tuple[Span, ...] = ()  # documents to learn
+    unknown: tuple[DocumentMatch, ...] = ()  # documents to learn, also known ones that have been evicted
     skipped: int = 0  # stored tokens that are not loaded because computing them is expected to be faster
     slow: tuple[Piece, ...] = ()  # pieces that are not loaded because of their tiers
     note: str = ""  # why the plan differs from the request
@@ -120,7 +125,7 @@ def make_plan(match: Match) -> Plan:
         exact, reach = [], match.local
     stop = (match.prompt if match.whole_prompt else _stop(documents)) if documents else reach
     stored = replace(match, memory_only=False).usable
-    unknown = tuple(one.span for one in match.documents if one.learnable and not all(map(stored, one.pieces)))
+    unknown = tuple(one for one in match.documents if one.learnable and not all(map(stored, one.pieces)))
     return Plan(
         match=match,
         exact=tuple(exact),

@@ -77,6 +77,41 @@ def test_the_third_prompt_reuses_what_the_second_repeats(lab, texts, encode):
     lab.check()
 
 
+def test_repeated_text_that_was_evicted_is_learned_again(lab, texts, encode):
+    """It was found in every prompt, and counted as taken: it was never learned again."""
+    for beginning in (5, 6):
+        ask(lab, encode(prompt(texts, (1, 2, 3), beginning)))
+    engine = lab.lmc.engine
+    for document in engine.known.list():
+        for key in document.keys:
+            engine.store.forget(key)
+    lab.forget_prefixes()
+    lab.forget_pages()
+    before = counted(lab)
+    assert "reused_tokens" not in (facts(ask(lab, encode(prompt(texts, (1, 2, 3), 8)))) or {})
+    learned = gained(lab, before)
+    assert learned[0] == 0, "it is no new text"
+    assert learned[1] >= 1
+    lab.forget_prefixes()
+    lab.forget_pages()
+    there = sum(len(encode(texts[number])) for number in (1, 2, 3))
+    assert facts(ask(lab, encode(prompt(texts, (1, 2, 3), 9))))["reused_tokens"] >= 0.9 * there
+    lab.check()
+
+
+def test_repeated_text_that_was_evicted_waits_for_time_to_learn_it(lab, texts, encode, monkeypatch):
+    for beginning in (5, 6):
+        ask(lab, encode(prompt(texts, (1, 2, 3), beginning)))
+    engine = lab.lmc.engine
+    for document in engine.known.list():
+        for key in document.keys:
+            engine.store.forget(key)
+    monkeypatch.setattr("lmc.connectors.vllm.scheduler.repeated.MAX_SECONDS", 0.0)
+    before = counted(lab)
+    ask(lab, encode(prompt(texts, (1, 2, 3), 8)))
+    assert gained(lab, before) == [0, 0, 0]
+
+
 def test_a_tenant_learns_nothing_from_the_prompts_of_another(lab, texts, encode):
     before = counted(lab)
     for beginning, salt in ((5, "one"), (6, "other"), (7, None)):

@@ -84,7 +84,7 @@ class Administration:
                 if all(self._engine.lookup([piece.key for piece in document.pieces], {})):
                     known += 1
                 else:
-                    queued += len(self._engine.learn_later(tokens, [document.span], salt, wanted=True))
+                    queued += len(self._engine.learn_later(tokens, [document], salt, wanted=True))
         return {"queued": queued, "known": known}
 
     def routing(self) -> Facts:

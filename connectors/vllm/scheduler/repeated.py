@@ -6,14 +6,15 @@ third prompt reuses it. Learning may take `SHARE` of the time, so that it never 
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 
 from lmc.connectors.vllm.scheduler.kv_groups import KVGroups
 from lmc.connectors.vllm.scheduler.request_state import RequestState
 from lmc.connectors.vllm.scheduler.roles import Roles
 from lmc.connectors.vllm.start import Setup
-from lmc.documents.repeats import LineEnds, Repeats, to_learn
-from lmc.engine import Plan
-from lmc.keys import RecordKind
+from lmc.documents.repeats import MIN_LEARNED, LineEnds, Repeats, to_learn
+from lmc.engine import DocumentMatch, Plan
+from lmc.keys import RecordKind, check_tokens
 
 NAME = "(repeated)"  # name of documents that are learned because prompts repeat them
 SHARE = 0.1  # share of the time in which such documents may be learned
@@ -52,14 +53,20 @@ class RepeatedTexts:
             return
         answer = request.all_token_ids[request.num_prompt_tokens :]
         self._repeats.note_answer(self._tenant(state), answer)
-        if not state.repeats or state.cached:
+        if not state.repeats or state.cached or self._affordable() < MIN_LEARNED:
             return
         assert self._setup.markers is not None
         assert self._ends is not None
-        prompt, taken = request.prompt_token_ids, [document.span for document in state.documents]
+        prompt, taken = check_tokens(request.prompt_token_ids), [document.span for document in state.documents]
         for span in to_learn(prompt, state.repeats, taken, self._setup.markers, self._ends):
             if self._may_learn(len(span)):
-                self._counts["repeated_documents"] += len(self._engine.learn_later(prompt, [span], state.salt, NAME))
+                new = DocumentMatch(span=span, pieces=())
+                self._counts["repeated_documents"] += len(self._engine.learn_later(prompt, [new], state.salt, NAME))
+
+    def without_costly(self, documents: Sequence[DocumentMatch]) -> list[DocumentMatch]:
+        """Return documents to learn, without repeated ones that were evicted and that there is no time to learn."""
+        repeated = (self.on and one.known is not None and one.known.name == NAME for one in documents)
+        return [one for one, again in zip(documents, repeated, strict=True) if not again or self._may_learn(one.tokens)]
 
     def reused(self, state: RequestState, plan: Plan) -> None:
         """Count the tokens that a plan reuses because they were repeated."""
@@ -69,11 +76,20 @@ class RepeatedTexts:
 
     def _may_learn(self, tokens: int) -> bool:
         """Return whether there is time to learn a document, and use this time up."""
-        now, pace = self._setup.clock(), self._engine.store.cost.prefill_pace() or SLOW
-        self._allowed, self._at = min(MAX_SECONDS, self._allowed + SHARE * (now - self._at)), now
-        fits = tokens * pace <= self._allowed
-        self._allowed -= tokens * pace if fits else 0.0
+        fits = tokens <= self._affordable()
+        self._allowed -= tokens * self._pace if fits else 0.0
         return fits
+
+    def _affordable(self) -> float:
+        """Return the number of tokens that there is time to learn."""
+        now = self._setup.clock()
+        self._allowed, self._at = min(MAX_SECONDS, self._allowed + SHARE * (now - self._at)), now
+        return self._allowed / self._pace
+
+    @property
+    def _pace(self) -> float:
+        """Seconds per token of prefill."""
+        return self._engine.store.cost.prefill_pace() or SLOW
 
     def _tenant(self, state: RequestState) -> bytes:
         return self._engine.namespace(RecordKind.DOCUMENT, state.salt)

@@ -86,7 +86,7 @@ class RequestState:
     save_at: float = 0  # number of computed tokens at which the next chunk may be due to be saved
     blends: bool = True  # The request allows blending.
     learns: bool = True  # Unknown documents of the request may be learned.
-    unknown: tuple[Span, ...] = ()  # documents to learn
+    unknown: tuple[DocumentMatch, ...] = ()  # documents to learn
     repeats: tuple[Span, ...] = ()  # what the prompt repeats of earlier prompts after other beginnings
     queued: tuple[Unlearned, ...] = ()  # documents that a request to learn has put into the queue
     # Facts for the response

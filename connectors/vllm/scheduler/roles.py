@@ -93,7 +93,7 @@ class Roles:
         if not why and (asked or state.documents):
             state.role = Role.LEARN if options.learn else Role.BLEND
             state.policy = BLIND_REUSE if options.learn else state.policy
-        elif why and (asked or any(document.learnable for document in state.documents)):
+        elif why and (asked or any(one.learnable and one.known is None for one in state.documents)):
             state.note = why
             self._refuse(why, f"{why}; served exactly")
 
@@ -104,7 +104,7 @@ class Roles:
             spans = self._spans_of(state, options.documents, prompt)
             state.question = spans[-1].stop if spans else 0
         else:
-            segments = split(state.request.prompt_token_ids, self._setup.markers or Markers(separators=()))
+            segments = split(prompt, self._setup.markers or Markers(separators=()))
             spans, start, state.question = segments.documents, segments.opening, segments.question.start
             if options.learn and not state.question:  # Without separators, the prompt is one document.
                 spans = (self._setup.engine.document_span(prompt),)

@@ -306,14 +306,16 @@ class Scheduler:
             self._follow_ups.forget(state)
         looked = state.role is Role.BLEND and not request.skip_reading_prefix_cache
         if looked and request.num_computed_tokens:
-            documents, unknown = [one for one in state.documents if one.learnable or one.known], set(state.unknown)
+            documents = [one for one in state.documents if one.learnable]
+            unknown = {one.span for one in state.unknown}
             stored = [one for one in documents if one.span not in unknown]
             self.counts["documents_known"] += len(stored)
             self.counts["documents_unknown"] += len(documents) - len(stored)
             self.engine.note(request.prompt_token_ids, stored, state.salt, used=True)
         # Nothing is learned for a request that never ran, because the engine may be asleep without its weights.
         if self._setup.settings.blend_learn and state.learns and request.num_computed_tokens:
-            self.engine.learn_later(request.prompt_token_ids, state.unknown, state.salt)
+            new = self._repeated.without_costly(state.unknown)
+            self.engine.learn_later(request.prompt_token_ids, new, state.salt)
             self._repeated.ended(state)
         if state.role is Role.BLEND:
             self.counts["blends_continued"] += state.continued > 0
@@ -646,11 +648,11 @@ class Scheduler:
             if not self._admission.has_time_to_wait(state, MAX_LEARN_SECONDS):
                 state.note, state.unknown, state.queued = "the engine had no blocks to learn all documents", (), ()
                 return True
-            fitting = [span for span in state.unknown if self.engine.fits(len(span))]
+            fitting = [document for document in state.unknown if self.engine.fits(document.tokens)]
             state.unknown = ()
-            for number, span in enumerate(fitting):
+            for number, document in enumerate(fitting):
                 queued = self.engine.learn_later(
-                    state.request.prompt_token_ids, [span], state.salt, state.name, wanted=True
+                    state.request.prompt_token_ids, [document], state.salt, state.name, wanted=True
                 )
                 if not queued:  # The queue is full.
                     state.unknown = tuple(fitting[number:])

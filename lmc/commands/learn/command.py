@@ -122,8 +122,9 @@ def learn(
         served = ""
         try:
             if url:
-                special = settings.blend_special_str
-                learner = ServerLearner(url, special, salt, admin, chat=chat, retains=bool(retention))
+                learner = ServerLearner(
+                    url, settings.blend_special_str, salt, admin, chat=chat, retains=bool(retention)
+                )
                 served = learner.served
             elif not dry_run:
                 learner = opened.enter_context(closing(_model_learner(str(model), settings, salt)))
@@ -140,7 +141,8 @@ def learn(
             notes.append(f"could not check whether the documents fit: {error}")
         path = manifest or _manifest_path(url, model, served, settings, salt)
         run = LearnRun(corpus, opened.enter_context(Manifest(path)), retention, again)
-        notes += run.notes(learner, settings.document_share, settings.chunk_size, dry_run)
+        special, share = settings.blend_special_str, settings.document_share
+        notes += run.notes(learner, special, share, settings.chunk_size, dry_run)
         for note in notes:
             console(error=as_json).print(Text(note))
         result = run.result if dry_run or learner is None else run.learn(learner, jobs if url else 1)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from lmc.blend.segments import bare_and_apart
 from lmc.commands.learn.learners import Learner, Retention, Stored
 from lmc.commands.learn.manifest import Manifest
 from lmc.documents.sources import Corpus, Document
@@ -68,17 +69,18 @@ class LearnRun:
         text = f"{before} of {of} learned before, according to {self.manifest.path}"
         return f"{text}; use --again to learn all" if before else ""
 
-    def notes(self, learner: Learner | None, share: float, chunk_size: int, dry_run: bool) -> list[str]:
+    def notes(self, learner: Learner | None, special: str, share: float, chunk_size: int, dry_run: bool) -> list[str]:
         """Return the notes to print before the run. Unless `dry_run`, also checks documents of earlier runs."""
+        separators = _with_separators(self.documents, special)
         if learner is None:
-            return []
+            return [separators] if separators else []
         before, new = list[str](), len(self.new)
         if not dry_run:
             unknown = self.check_old(learner)
             lost = len(self.new) - new
             again = f"learning {counted(lost, 'document')} again that the server no longer has" if lost else ""
             before = [self.note, again, unknown]
-        return list(filter(None, (*before, self.too_many(learner, share, chunk_size))))
+        return list(filter(None, (*before, separators, self.too_many(learner, share, chunk_size))))
 
     def check_old(self, learner: Learner) -> str:
         """Apply `retention` to documents that were learned before, and queue missing documents to be learned again.
@@ -225,3 +227,16 @@ def parts_of(text: str, longest: int, tokens: Callable[[str], int]) -> list[str]
             break
     halves = (half for half in (text[:middle].strip(), text[middle:].strip()) if half)
     return [part for half in halves for part in parts_of(half, longest, tokens)]
+
+
+def _with_separators(documents: Sequence[Document], special: str) -> str:
+    """Return the note about documents that contain the special string; empty if there are none."""
+    bare, apart = bare_and_apart(special)
+    found = [document.id for document in documents if bare in document.text]
+    if not found:
+        return ""
+    return (
+        f"{counted(len(found), 'document')} with the separator {bare!r}, such as {found[0]}: it is learned as "
+        f"{apart!r}, and the text around it is not found where a prompt has it unchanged; set LMC_BLEND_SPECIAL_STR, "
+        "here and for the engine, to a text that no document has"
+    )
