@@ -266,6 +266,59 @@ def test_a_retry_while_the_blend_is_under_way_waits_for_it(lab: Lab) -> None:
     assert approximate(lab) == 1
 
 
+def test_a_sample_continues_in_the_step_in_which_the_first_one_begins(lab: Lab) -> None:
+    """It was asked two steps later, and began to decode after the others."""
+    tokens = chat(DOC_A, DOC_B)
+    one, two = blending_and_waiting(lab, tokens)
+    lab.workers.held_back = False
+    lab.step()
+    assert one.running
+    assert lab.admit(two) == 0
+    assert two.num_computed_tokens == (len(tokens) - 1) // BLOCK * BLOCK
+    lab.compute(one, 1)
+    lab.compute(two, len(tokens) - two.num_computed_tokens)
+    assert lab.finish(two)["continued_tokens"] > 0
+    lab.finish(one)
+    assert approximate(lab) == 1
+
+
+def test_a_sample_takes_nothing_of_a_blend_that_was_forgotten_while_it_waited(lab: Lab) -> None:
+    """Its hashes are those of the blend, so the engine has found blocks that are not exact."""
+    tokens = chat(DOC_A, DOC_B)
+    one, two = blending_and_waiting(lab, tokens)
+    exact = list(state_of(lab, "two").exact_hashes)
+    lab.workers.held_back = False
+    lab.step()
+    lab.finish(one)  # It was aborted before the step in which it would have begun.
+    assert lab.look(two) > BLOCK
+    assert lab.admit(two) is None
+    assert two.block_hashes == exact
+    assert lab.look(two) == BLOCK, "the text before the documents, which is exact"
+    assert lab.wait(lambda: lab.admit(two)) == len(tokens) - BLOCK, "it is blended by itself"
+    lab.load(two)
+    lab.compute(two, 1)
+    lab.finish(two)
+    lab.check()
+
+
+@pytest.mark.parametrize("event", ["reset", "abandoned"])
+def test_a_sample_that_waits_has_its_own_hashes_again_after(lab: Lab, event: str) -> None:
+    one, two = blending_and_waiting(lab, chat(DOC_A, DOC_B))
+    exact = list(state_of(lab, "two").exact_hashes)
+    assert two.block_hashes != exact
+    if event == "reset":
+        lab.scheduler.reset()
+        assert two.block_hashes == exact
+    else:
+        lab.scheduler.abandon("two")
+        assert lab.admit(two) == 0
+        assert state_of(lab, "two").approximate == 0, "nothing of it is saved as exact"
+    lab.workers.held_back = False
+    lab.step()
+    for request in (one, two):
+        lab.finish(request)
+
+
 def test_a_request_that_waits_for_a_blend_does_not_look_for_it_in_each_step(lab: Lab, monkeypatch) -> None:
     """A search reads all hashes of the prompt, and hundreds of requests may wait."""
     one, two = blending_and_waiting(lab, chat(DOC_A, DOC_B))

@@ -127,6 +127,7 @@ class Request:
     num_preemptions: int = 0
     finished: bool = False
     aborted: bool = False
+    running: bool = False  # The engine has scheduled it, and has the blocks of its load in its cache.
     priority: int = 0
     max_tokens: int = 16
     arrival_time: float = field(default_factory=time.time)
@@ -152,7 +153,7 @@ class Request:
 
     @property
     def status(self):
-        return SimpleNamespace(name="FINISHED_ABORTED" if self.aborted else "RUNNING")
+        return SimpleNamespace(name="FINISHED_ABORTED" if self.aborted else "RUNNING" if self.running else "WAITING")
 
     def is_finished(self):
         return self.finished
@@ -409,6 +410,7 @@ class Lab:
             return None
         tables = self.allocate(request, local, tokens)
         request.num_computed_tokens = local + tokens
+        request.running = not tokens
         if tokens:
             self.loading.add(request.request_id)
             self.scheduler.allocated(request, tables, tokens)
@@ -476,6 +478,7 @@ class Lab:
             request.num_computed_tokens = wrong * BLOCK
         if request.num_computed_tokens == request.num_tokens:
             request.num_computed_tokens -= 1
+        request.running = True
         self.enter(request)
 
     def enter(self, request):
@@ -512,6 +515,7 @@ class Lab:
     def preempt(self, request):
         self.free(request.request_id)
         del self.tables[request.request_id]
+        request.running = False
         request.num_computed_tokens, request.num_preemptions = 0, request.num_preemptions + 1
 
     def finish(self, request):

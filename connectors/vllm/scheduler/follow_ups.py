@@ -72,6 +72,7 @@ class FollowUps:
         """
         request, policy = state.request, state.policy
         assert policy is not None
+        self.restore_hashes(state)
         state.searched = self._own_blends.added
         documents = None if by_separators else [document.span for document in state.documents]
         for blend in self._own_blends.find(
@@ -84,6 +85,8 @@ class FollowUps:
             if request.num_prompt_tokens > blend.end + BEGUN:
                 self._note_follow_up(state)
             if self._waits_for(blend, state):
+                asks = self._asks_another_question(state, blend)
+                state.awaited_hashes = () if asks else blend.hashes.whole()
                 return True
             hashes, least = blend.hashes.whole(), max(exact, blend.first)
             reach = self._reach(hashes, blend.first // self._block_size)
@@ -125,7 +128,8 @@ class FollowUps:
         """Return whether a request waits for a blend that is under way, or has just found a blend to continue.
 
         In both cases the engine asks again in its next step, and then finds the blocks of that blend. A request that
-        was preempted goes on as it began.
+        waits has the hashes of the blend meanwhile, so that the engine finds them in the step in which it has them, and
+        need not ask again. A request that was preempted goes on as it began.
         """
         if state.role is not Role.BLEND or state.salts or state.revision or state.request.num_preemptions:
             return False
@@ -134,10 +138,23 @@ class FollowUps:
             if added is not None and not any(one.begins(hashes) or one.has_documents_of(hashes) for one in added):
                 state.searched = self._own_blends.added
                 return False
-            if not self.continue_blend(state, max(state.stored_exactly, local)):
+            looked = state.has_awaited_hashes  # The engine has looked for `local` with the hashes of the blend.
+            if not self.continue_blend(state, state.stored_exactly if looked else max(state.stored_exactly, local)):
+                if not looked:
+                    return False
+            elif looked and state.continues is not None and local == self._cached_for(state):
                 return False
+        if state.awaited_blend is not None and state.awaited_hashes and not state.has_awaited_hashes:
+            set_hashes(state.request, state.awaited_hashes)
+            state.has_awaited_hashes = True
         self._claims.wait_from_now(state)
         return True
+
+    def restore_hashes(self, state: RequestState) -> None:
+        """Give a request its own hashes again, if it has those of a blend that it has waited for."""
+        if state.has_awaited_hashes:
+            set_hashes(state.request, state.exact_hashes)
+            state.has_awaited_hashes = False
 
     def was_blended_meanwhile(self, state: RequestState) -> bool:
         """Return whether a request plans a revision, and another one with the same prompt has begun it, or more.
@@ -246,6 +263,7 @@ class FollowUps:
         if blend is None or not self._may_revise(blend):
             return False
         if self._waits_for(blend, state):
+            state.awaited_hashes = ()
             return True
         set_hashes(request, blend.hashes.whole()[: blend.last])
         if (cached := self._groups.cached_tokens(request.block_hashes)) <= max(exact, blend.first):
@@ -261,7 +279,7 @@ class FollowUps:
         The engine caches the blocks of a load when it schedules the request for the first time.
         """
         first = self._states.get(blend.request)
-        if first is None or first.scheduled or first is state:
+        if first is None or _has_begun(first) or first is state:
             return False
         state.searched, state.awaited_blend = -1, first
         return True
@@ -269,9 +287,14 @@ class FollowUps:
     def _awaits_blend(self, state: RequestState) -> bool:
         """Return whether a request still waits for the blend that its last search has found, without a new search."""
         first = state.awaited_blend
-        if first is None or first.scheduled or first.given_up or self._states.get(first.id) is not first:
+        if first is None or _has_begun(first) or first.given_up or self._states.get(first.id) is not first:
             state.awaited_blend = None
         return state.awaited_blend is not None
+
+    def _cached_for(self, state: RequestState) -> int:
+        """Return how many tokens of a prompt the engine finds in its cache. It always computes the last one."""
+        most = (state.request.num_tokens - 1) // self._block_size * self._block_size
+        return int(min(self._groups.cached_tokens(state.request.block_hashes), most))
 
     def _may_revise(self, blend: OwnBlend) -> bool:
         """Return whether the revisions of a blend have cost less than a share of computing its documents exactly."""
@@ -353,3 +376,8 @@ class FollowUps:
             if match := [header for header in headers if tuple(prompt[at : at + len(header)]) == header]:
                 return at + min(map(len, match))
         return len(prompt)
+
+
+def _has_begun(state: RequestState) -> bool:
+    """Return whether the engine has scheduled a request, in this step or before, and cached the blocks of its load."""
+    return state.scheduled or state.request.status.name == "RUNNING"

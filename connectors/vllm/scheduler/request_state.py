@@ -73,6 +73,8 @@ class RequestState:
     revision: Revision | None = None  # the blend that is revised for this request's question
     copied: Sequence[Any] = ()  # blocks that are held while workers copy them
     awaited_blend: "RequestState | None" = None  # a request whose blend this one waits for, to continue or revise it
+    awaited_hashes: Sequence[bytes] = ()  # hashes of the awaited blend's blocks, if the request will continue it
+    has_awaited_hashes: bool = False  # The request has these hashes, so that the engine finds the blocks at once.
     searched: int = -1  # `OwnBlends.added` at the last search for a blend to continue
     scheduled: bool = False  # The engine has computed tokens of the request.
     follows: bool = False  # The request continues an earlier blend, or asks something else about its documents.

@@ -502,6 +502,7 @@ class Scheduler:
         for state in self._states.values():
             state.approximate = 0  # Tokens that the request still computes depend on old KV.
             state.revision = None
+            self._follow_ups.restore_hashes(state)
             if state.salts and not (state.loading or state.scheduled):  # It was to continue an earlier blend.
                 set_hashes(state.request, state.exact_hashes)
                 state.salts, state.continues, state.continued = (), None, 0
@@ -723,6 +724,7 @@ class Scheduler:
             return True
         if state.salts:
             set_hashes(request, state.exact_hashes)
+        self._follow_ups.restore_hashes(state)
         state.role, state.salts, state.exact_hashes = Role.EXACT, (), ()
         state.approximate, state.searched, state.blended_before = None, -1, 0
         state.origin = state.revision = state.continues = None
