@@ -461,19 +461,27 @@ def test_an_adapter_keeps_its_stamp_as_long_as_nothing_changes(adapter):
     assert len(adapter_stamp(str(adapter))) == 32
 
 
-def test_a_file_of_an_adapter_that_changes_its_size_or_time_makes_another_stamp(adapter):
+def test_a_file_of_an_adapter_that_changes_makes_another_stamp(adapter):
     path, stamps = adapter / "adapter_model.safetensors", [adapter_stamp(str(adapter))]
-    status = path.stat()
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    for content in (b"Weights", b"more weights"):  # The first has the size and the time of the old one.
+        status = path.stat()
+        path.write_bytes(content)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        stamps.append(adapter_stamp(str(adapter)))
+    (adapter / "adapter_config.json").write_text('{"r": 8}')
     stamps.append(adapter_stamp(str(adapter)))
-    path.write_bytes(b"more weights")
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    stamps.append(adapter_stamp(str(adapter)))
-    path.rename(adapter / "other.safetensors")
+    path.rename(adapter / "adapter_model.bin")
     stamps.append(adapter_stamp(str(adapter)))
     (adapter / "adapter_config.json").unlink()
     stamps.append(adapter_stamp(str(adapter)))
-    assert len(set(stamps)) == 5
+    assert len(set(stamps)) == 6
+
+
+def test_times_and_files_that_vllm_does_not_load_leave_the_stamp_of_an_adapter(adapter):
+    stamp = adapter_stamp(str(adapter))
+    os.utime(adapter / "adapter_model.safetensors", (0, 0))
+    (adapter / "optimizer.pt").write_bytes(b"state")
+    assert adapter_stamp(str(adapter)) == stamp
 
 
 def test_two_adapters_with_equal_files_have_two_stamps(adapter):

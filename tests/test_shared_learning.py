@@ -219,6 +219,15 @@ def test_the_queue_has_each_document_once_and_as_many_tokens_as_there_is_room_fo
     assert queue.take() is None
 
 
+def test_each_waiting_document_takes_whole_chunks():
+    """Documents of one token were queued until their tokens filled memory, where each takes a chunk."""
+    queue = LearnQueue(room=64, chunk_size=16)
+    assert [queue.add(Unlearned(b"n", (number,)), wanted=True) for number in range(5)] == [True] * 4 + [False]
+    assert queue.take(wanted=True)
+    assert not queue.add(Unlearned(b"n", (9,) * 17), wanted=True)
+    assert queue.add(Unlearned(b"n", (9,) * 16), wanted=True)
+
+
 def test_a_document_that_comes_twice_is_wanted():
     queue = LearnQueue(room=100)
     one, two, three = (Unlearned(b"n", (number,) * 4) for number in range(3))

@@ -96,6 +96,23 @@ def test_a_document_is_a_pair_of_whole_numbers(pair):
     assert len(str(caught.value)) < 500
 
 
+def test_facts_of_an_earlier_response_are_no_options():
+    """A proxy sends the parameters of a prefill engine's response to the decode engine, which refused to blend."""
+    response = {"tokens_from": {"host": 690}, "reused_tokens": 690, "strategy": "union", "charged_budget": 0.15}
+    assert Options.read({**response, "note": "a note", "found_documents": 2}, 9) == Options()
+    assert Options.read({"learned": True, "documents": ["ab" * 32]}, 9) == Options()
+    assert Options.read({**response, "blend": False}, 9) == Options(blend=False)
+    with pytest.raises(InputError, match="has no 'retio'"):
+        Options.read({**response, "retio": 1}, 9)
+
+
+def test_many_unknown_wishes_are_named_in_part():
+    """The note of 20,000 names was kept, and sent back."""
+    with pytest.raises(InputError) as refused:
+        Options.read({f"wish {number}" * 20: 1 for number in range(20_000)}, 9)
+    assert len(str(refused.value)) < 1000
+
+
 def test_documents_may_be_texts() -> None:
     assert Options.read({"documents": ["one text", "another"]}, 10).documents == ("one text", "another")
     with pytest.raises(InputError, match=r"is invalid: use \[start, stop\]"):

@@ -157,7 +157,7 @@ def test_two_adapters_and_the_model_alone_share_no_chunk(make, tmp_path):
 
 def test_an_adapter_that_was_changed_in_place_finds_nothing_of_its_old_self(make, tmp_path):
     """The engine's hashes name an adapter's path; chunks on a disk may be older than what lies there."""
-    weights, adapter = tmp_path / "adapter.safetensors", Adapter(str(tmp_path))
+    weights, adapter = tmp_path / "adapter_model.safetensors", Adapter(str(tmp_path))
     weights.write_bytes(b"old")
     lab = make()
     lab.serve("one", PLAIN, lora_request=adapter)
@@ -1191,6 +1191,31 @@ def test_a_document_is_not_learned_at_positions_that_the_model_does_not_have(mak
     lab.settle()
     assert f"a document of {len(DOC_A)} tokens is too long to be learned" in caplog.text
     assert not any(lab.store.lookup(document_keys(lab, DOC_A)))
+
+
+def test_a_document_that_is_too_long_to_be_learned_is_said_in_the_response_and_not_in_the_log(make, caplog):
+    """Each request with it queued it again, and each time it was dropped with a warning."""
+    lab = make(prefix=(1, *range(200, 230)), longest=40)
+    for question in (8, 9):
+        facts = lab.serve(f"{question}", [1, *SEPARATOR, *DOC_A, *SEPARATOR, *[question] * 20]).facts
+        lab.settle()
+        assert facts == {
+            "unknown_documents": 1,
+            "note": f"a document of {len(DOC_A)} tokens is too long to be learned by this engine",
+        }
+    assert not caplog.records
+
+
+def test_short_documents_of_prompts_are_not_learned(make):
+    """A prompt of a hundred short texts took all slots, and evicted the documents of every tenant."""
+    lab = make(settings={"chunk_size": 8 * BLOCK})
+    assert lab.engine.least_tokens == BLOCK
+    short, enough = DOC_A[: BLOCK - 1], DOC_B[:BLOCK]
+    lab.serve("one", [1, *SEPARATOR, *short, *SEPARATOR, *enough, *SEPARATOR, 9, 9])
+    lab.settle()
+    assert [bool(lab.store.lookup(document_keys(lab, text))[0]) for text in (short, enough)] == [False, True]
+    (one,) = (document for document in lab.engine.documents(short, [Span(0, len(short))]))
+    assert lab.engine.learn_later(short, [one], wanted=True), "a request for it"
 
 
 def test_a_document_behind_the_sink_alone_is_exact(make):

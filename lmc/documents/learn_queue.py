@@ -43,9 +43,12 @@ class Unlearned:
 class LearnQueue:
     """A queue that has each document once. Any thread may call any method."""
 
-    def __init__(self, room: int) -> None:
-        """Create an empty queue. `room` is the maximum number of tokens of all its documents: what memory holds."""
-        self._room, self._tokens = room, 0
+    def __init__(self, room: int, chunk_size: int = 1) -> None:
+        """Create an empty queue. `room` is the maximum number of tokens of all its documents: what memory holds.
+
+        There, the last chunk of a document takes as much as a whole one of `chunk_size` tokens.
+        """
+        self._room, self._chunk_size, self._tokens = room, chunk_size, 0
         self._waiting: dict[Unlearned, bool] = {}  # document -> whether it is `wanted`
         self._seen = dict[int, None]()  # hashes of documents that came; a collision only makes a document wanted
         self.under_way: set[Unlearned] = set()  # documents that are being computed; set by the code that computes them
@@ -76,20 +79,24 @@ class LearnQueue:
             self._waiting[document] |= wanted
             return True
         kept = [other for other, is_wanted in self._waiting.items() if is_wanted]
-        if not self._has_room(document, len(kept), sum(len(other.tokens) for other in kept)):
+        if not self._has_room(document, len(kept), sum(map(self._taken, kept))):
             return False
         while not self._has_room(document, len(self._waiting), self._tokens):
             self._remove(next(other for other, is_wanted in self._waiting.items() if not is_wanted))
         self._waiting[document] = wanted
-        self._tokens += len(document.tokens)
+        self._tokens += self._taken(document)
         return True
 
     def _has_room(self, document: Unlearned, others: int, tokens: int) -> bool:
-        return others < MAX_QUEUED_DOCUMENTS and tokens + len(document.tokens) <= self._room
+        return others < MAX_QUEUED_DOCUMENTS and tokens + self._taken(document) <= self._room
+
+    def _taken(self, document: Unlearned) -> int:
+        """Return the number of tokens for which a document takes memory."""
+        return -(-len(document.tokens) // self._chunk_size) * self._chunk_size
 
     def _remove(self, document: Unlearned) -> None:
         del self._waiting[document]
-        self._tokens -= len(document.tokens)
+        self._tokens -= self._taken(document)
 
     def discard(self, document: Unlearned) -> None:
         """Remove a document from the queue, if it is there."""

@@ -45,6 +45,7 @@ from lmc.storage.tiers.record import RecordMeta
 
 Part = tuple[torch.Tensor, torch.Tensor]  # keys and values of a chunk's tokens in one layer
 
+LEAST_PART = 8  # A document that fills a smaller part of its chunk is not worth the memory of a whole one.
 SHORTER = 8  # A document that is given as a text may lack its first and its last word, of at most this many tokens.
 
 
@@ -79,7 +80,8 @@ class CacheEngine:
         self.store = store
         self.server = store if isinstance(store, DocumentServer) else None  # None for a store in this process
         self.index = CacheIndex()
-        self.learning = LearnQueue(self.store.slots * self.chunk_size)
+        self.least_tokens = self.chunk_size // LEAST_PART  # from which on a document of a prompt is learned
+        self.learning = LearnQueue(self.store.slots * self.chunk_size, self.chunk_size)
         self.recalled: dict[ChunkKey, str] = {}  # `NewChunk.details` of the records on disk
         self.background = Background()
         self.known = KnownDocuments(
@@ -206,10 +208,11 @@ class CacheEngine:
         """Queue documents to be learned, each once, and not more of them than memory holds.
 
         A known document of which the prompt has a part is learned whole, unless it has been removed. Documents that are
-        not `wanted` are learned when the engine is idle. Returns the queued documents.
+        not `wanted` are learned when the engine is idle, if they are not too short. Returns the queued documents.
         """
         wished = (one for one in documents if one.known is None or not one.known.removed)
-        new = [self.unlearned(prompt, document, salt, name) for document in wished]
+        worth = (one for one in wished if wanted or one.tokens >= self.least_tokens)
+        new = [self.unlearned(prompt, document, salt, name) for document in worth]
         return tuple(document for document in new if self.learning.add(document, wanted=wanted))
 
     def share_learning(self, has_time: Callable[[], bool]) -> None:

@@ -52,7 +52,7 @@ def explain(
             if near is not None:
                 nearest, differs = near.id, common_prefix(tokens, near.tokens)
                 why = _what_differs(tokens, near, differs, decode)
-            why = why or _why_never_known(engine)
+            why = why or _why_never_known(engine, document)
         elif not reused:
             why = refused or plan.note or "it lies in the beginning of the prompt, which is reused exactly"
         if not document.learnable and not there and not document.known:
@@ -105,7 +105,9 @@ def _what_differs(tokens: list[int], near: KnownDocument, at: int, decode: Decod
     return f"{what}: from token {at} on it has {here!r}, the known one {there!r}"
 
 
-def _why_never_known(engine: CacheEngine) -> str:
+def _why_never_known(engine: CacheEngine, document: DocumentMatch) -> str:
+    if document.tokens < engine.least_tokens:
+        return f"it is not learned from prompts, because it has less than {engine.least_tokens} tokens"
     if not engine.settings.blend_learn:
         return "it is not learned: blend_learn is false, and no request has learned it"
     return "it is not learned yet: no request with it has ended"

@@ -22,6 +22,7 @@ import xxhash
 
 from lmc.small_files import replace_text, sole_writer, user_cache
 
+ADAPTER = ("adapter_config.json", "adapter_model.*")  # the files of a LoRA adapter
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")  # Only the first pattern that matches files is used.
 DIGESTS = "checkpoints.json"  # name of the file that remembers digests
 READ_BYTES = 8 << 20  # bytes per read
@@ -88,17 +89,16 @@ def identity_of_parameters(
 
 
 def adapter_stamp(path: str) -> bytes:
-    """Return a digest that changes with a LoRA adapter's files.
+    """Return a digest of a LoRA adapter's path, and of every byte of the files that vLLM loads.
 
     An engine's block hashes contain only the path. After a restart, another adapter may be at that path while the disk
-    tier still holds the chunks of the old one.
+    tier still holds the chunks of the old one, and its files may have the same sizes and times, as in images.
     """
     try:
-        found = [(file.name, file.stat()) for file in sorted(Path(path).iterdir())]
+        files = sorted(file for pattern in ADAPTER for file in Path(path).iterdir() if file.match(pattern))
+        return bytes.fromhex(identity_of_files(files, (path,)))
     except OSError:  # The id of an adapter on a hub: no later process finds its chunks.
         return os.urandom(32)
-    known = [(name, status.st_size, status.st_mtime_ns) for name, status in found]
-    return hashlib.sha256(repr((path, known)).encode()).digest()
 
 
 def _remembered() -> dict[str, list[object]]:
@@ -125,7 +125,7 @@ def _entry(file: Path, remembered: Mapping[str, list[object]]) -> tuple[str, lis
     known = remembered.get(path)
     if isinstance(known, list) and known[:-1] == stamp:
         return path, known
-    is_config = file.suffix == ".json"
+    is_config = file.name == "config.json"
     digest = hashlib.sha256(_plain(json.loads(file.read_bytes()))).hexdigest() if is_config else _read(path)
     fresh = time.time() - max(status.st_mtime, status.st_ctime) < FRESH_SECONDS
     return ("" if fresh else path), [*stamp, digest]

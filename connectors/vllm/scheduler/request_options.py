@@ -11,8 +11,22 @@ from lmc.blend.strategies import RecomputePolicy, Strategy
 from lmc.config.settings import Settings
 from lmc.errors import InputError
 from lmc.keys import LONGEST_NAME
+from lmc.terminal import some_of
 
 ONLY_OURS = {"blend", "learn", "strategy", "ratio"}  # options whose names no other connector uses
+# Facts of a response. A proxy between prefill and decode engines may send them on as the options of the second request.
+FACTS = {
+    *("learned", "computed_documents", "exact_tokens", "tokens_from", "skipped_tokens", "continued_tokens"),
+    *(
+        "found_documents",
+        "unknown_documents",
+        "reused_tokens",
+        "fresh_tokens",
+        "token_layers",
+        "charged_budget",
+        "note",
+    ),
+}
 
 
 class Options(BaseModel):
@@ -44,15 +58,20 @@ class Options(BaseModel):
 
     @classmethod
     def read(cls, given: Any, prompt_tokens: int) -> "Options":
-        """Return the options of a request from the value of `lmc`. Raises `InputError` if they are invalid."""
+        """Return the options of a request from the value of `lmc`. Raises `InputError` if they are invalid.
+
+        Facts of an earlier response are ignored.
+        """
         if given is None:
             return cls()
         if not isinstance(given, Mapping):
             raise InputError(f"kv_transfer_params['lmc'] must be an object, not {_shown(given)}")
+        if FACTS & given.keys():  # Names that are options as well were those of the response, too.
+            given = {name: value for name, value in given.items() if name not in {*FACTS, "strategy", "documents"}}
         unknown = sorted(_shown(name) for name in given if name not in cls.model_fields)
         if unknown:
             known = ", ".join(cls.model_fields)
-            raise InputError(f"kv_transfer_params['lmc'] has no {', '.join(unknown)}; there are {known}")
+            raise InputError(f"kv_transfer_params['lmc'] has no {some_of(unknown)}; there are {known}")
         documents = given.get("documents")
         if documents is not None and given.get("learn"):
             raise InputError("lmc.learn and lmc.documents exclude each other, because the whole prompt is learned")

@@ -103,6 +103,11 @@ class SaveQueue:
         waiting = self._engine.learning
         return document in waiting or document in waiting.under_way
 
+    def never_fits(self, tokens: int) -> bool:
+        """Return whether a document of `tokens` tokens is too long to be learned in this engine."""
+        too_long = len(self._engine.prefix) + tokens > self._longest
+        return too_long or self._blocks_for(tokens) + self._spare >= len(self._pool.blocks)  # One block is null.
+
     def learn_next(self, *, idle: bool) -> LearnJob | None:
         """Return the job for the next document to learn, if none is being learned and enough engine blocks are free.
 
@@ -116,7 +121,7 @@ class SaveQueue:
         if document is None:
             return None
         tokens = (*self._engine.prefix, *document.tokens)
-        if self._never_fits(document):
+        if self.never_fits(len(document.tokens)):
             log.warning("a document of %d tokens is too long to be learned", len(document.tokens))
             return None
         slots = self._engine.begin_document(document.namespace, document.tokens, document.name)
@@ -165,19 +170,15 @@ class SaveQueue:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _blocks_for(self, document: Unlearned) -> int:
-        """Return how many blocks learning a document needs."""
-        return self._groups.count * self._groups.blocks(len(self._engine.prefix) + len(document.tokens))
-
-    def _never_fits(self, document: Unlearned) -> bool:
-        """Return whether a document is too long to be learned in this engine. The null block is never free."""
-        too_long = len(self._engine.prefix) + len(document.tokens) > self._longest
-        return too_long or self._blocks_for(document) + self._spare >= len(self._pool.blocks)
+    def _blocks_for(self, tokens: int) -> int:
+        """Return how many blocks learning a document of `tokens` tokens needs."""
+        return self._groups.count * self._groups.blocks(len(self._engine.prefix) + tokens)
 
     def _can_learn_now(self, document: Unlearned) -> bool:
         """Return whether a document leaves the queue: it can be learned now, or never."""
         free: int = self._pool.get_num_free_blocks()
-        return self._never_fits(document) or self._blocks_for(document) + self._spare <= free
+        tokens = len(document.tokens)
+        return self.never_fits(tokens) or self._blocks_for(tokens) + self._spare <= free
 
     def _storable(self, state: RequestState, computed: int) -> int:
         """Return how many of the `computed` tokens can be saved as exact now."""

@@ -314,7 +314,11 @@ class Scheduler:
             self.engine.note(request.prompt_token_ids, stored, state.salt, used=True)
         # Nothing is learned for a request that never ran, because the engine may be asleep without its weights.
         if self._setup.settings.blend_learn and state.learns and request.num_computed_tokens:
-            new = self._repeated.without_costly(state.unknown)
+            fitting = [one for one in state.unknown if not self._saves.never_fits(one.tokens)]
+            if len(fitting) < len(state.unknown) and state.role is not Role.LEARN:
+                longest = max(one.tokens for one in state.unknown)
+                state.add_note(f"a document of {longest} tokens is too long to be learned by this engine")
+            new = self._repeated.without_costly(fitting)
             self.engine.learn_later(request.prompt_token_ids, new, state.salt)
             self._repeated.ended(state)
         if state.role is Role.BLEND:
