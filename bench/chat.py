@@ -154,7 +154,7 @@ def quality(chat: Chat, collection: Collection, asked: list[tuple[Question, list
 
 def learn(folder: Path, url: str) -> dict[str, Any]:
     """Learn a directory as a user does, and return what `lmc learn` says."""
-    words = ["learn", str(folder), "--url", url, "--json", "--manifest", str(folder.parent / "manifest.jsonl")]
+    words = ["learn", str(folder), "--url", url, "--json", "--manifest", str(folder.parent / "manifest.sqlite")]
     done = subprocess.run([sys.executable, "-m", "lmc", *words], stdout=subprocess.PIPE, text=True, check=False)
     found: dict[str, Any] = json.loads(done.stdout)
     return found

@@ -209,7 +209,7 @@ class Traffic:
 
 def learn(host: Host, folder: Path) -> None:
     """Learn all documents at a host, as a user does."""
-    manifest = str(folder / f"manifest-{host.name}.jsonl")
+    manifest = str(folder / f"manifest-{host.name}.sqlite")
     words = ["learn", str(SHIPPED / "documents"), "--url", host.urls[0], "--json", "--manifest", manifest]
     said = subprocess.run([sys.executable, "-m", "lmc", *words], check=True, capture_output=True, text=True)
     print(said.stdout.strip()[-300:], flush=True)

@@ -19,11 +19,13 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
 import tracemalloc
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,7 @@ def write_documents(path: Path, count: int, tokenizer: Any) -> None:
 
 def learn(folder: Path, *more: str, kill_at: int = 0) -> dict[str, Any]:
     """Run `lmc learn`, and kill it when the manifest has the given number of documents."""
-    manifest = folder / "manifest.jsonl"
+    manifest = folder / "manifest.sqlite"
     words = ["learn", str(folder / "documents.jsonl"), "--model", str(MODEL), "--local-disk", str(folder / "disk")]
     words += ["--manifest", str(manifest), "--json", *more]
     room = os.environ | {"LMC_MAX_LOCAL_DISK_SIZE": "200"}
@@ -65,12 +67,20 @@ def learn(folder: Path, *more: str, kill_at: int = 0) -> dict[str, Any]:
     if not kill_at:
         found: dict[str, Any] = json.loads(process.communicate()[0])
         return found
-    while process.poll() is None and (not manifest.exists() or manifest.read_bytes().count(b"\n") < kill_at):
+    while process.poll() is None and len(learned_in(manifest)) < kill_at:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert process.returncode == -signal.SIGKILL, "it has ended before"
-    return {"learned": manifest.read_bytes().count(b"\n")}
+    return {"learned": len(learned_in(manifest))}
+
+
+def learned_in(manifest: Path) -> list[str]:
+    """Return the names of the documents of a manifest; none while it is being created."""
+    address = f"file:{manifest}?mode=ro"
+    with suppress(sqlite3.Error), closing(sqlite3.connect(address, uri=True)) as database:
+        return [name for (name,) in database.execute("SELECT id FROM learned")]
+    return []
 
 
 def records(disk: Path) -> set[ChunkKey]:
@@ -95,7 +105,7 @@ def lost(folder: Path, tokenizer: Any) -> int:
     with cached:
         engine, markers = cached.engine, Markers.of(tokenizer, SEPARATOR)
         namespace, there = engine.namespace(RecordKind.DOCUMENT), records(folder / "disk")
-        named = {json.loads(line)["id"] for line in (folder / "manifest.jsonl").read_text().splitlines()}
+        named = set(learned_in(folder / "manifest.sqlite"))
         missing = 0
         for document in read_documents(str(folder / "documents.jsonl")).documents:
             (tokens,) = document_tokens(tokenizer.encode, markers, SEPARATOR, document.text)

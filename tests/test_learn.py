@@ -5,12 +5,14 @@ import json
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -321,11 +323,11 @@ def test_what_a_full_disk_has_dropped_is_said(tmp_path: Path, monkeypatch: pytes
 def test_what_no_tier_keeps_is_not_said_to_be_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The documents were in memory when the command ended, and were noted as learned."""
     monkeypatch.setenv("LMC_REMOTE_URL", "redis://127.0.0.1:1")
-    words = "learn", SHIPPED / "documents", "--model", MODEL, "--manifest", tmp_path / "learned.jsonl"
+    words = "learn", SHIPPED / "documents", "--model", MODEL, "--manifest", tmp_path / "learned.sqlite"
     code, out, err = lmc(*words)
     assert (code, "cannot store documents: redis cannot be written" in err) == (2, True)
     assert "learned in" not in out
-    assert (tmp_path / "learned.jsonl").read_text() == ""
+    assert names_in(tmp_path / "learned.sqlite") == []
     monkeypatch.setenv("LMC_LOCAL_DISK", str(tmp_path / "disk"))
     assert "24 documents learned in" in lmc(*words)[1]
 
@@ -410,7 +412,7 @@ def test_texts_are_also_learned_as_json_strings_and_a_run_without_the_option_cha
     lines = [{"id": "a", "text": 'owner of "lamp"\nTara .'}, {"id": "b", "text": "owner of flask Kai ."}]
     (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))
     words = ["learn", tmp_path / "d.jsonl", "--model", MODEL, "--local-disk", tmp_path / "disk"]
-    words += ["--manifest", tmp_path / "learned.jsonl", "--json"]
+    words += ["--manifest", tmp_path / "learned.sqlite", "--json"]
 
     def run(*more: str) -> tuple[int, int]:
         found = json.loads(lmc(*words, *more)[1])
@@ -425,8 +427,7 @@ def test_texts_are_also_learned_as_json_strings_and_a_run_without_the_option_cha
     learned = files()
     assert (len(learned), run(), run("--no-escaped"), run("--escaped")) == (3, (2, 0), (2, 0), (3, 0))
     assert files() == learned
-    names = [json.loads(line)["id"] for line in (tmp_path / "learned.jsonl").read_text().splitlines()]
-    assert names == ["a", "b", "a (as JSON)"]
+    assert names_in(tmp_path / "learned.sqlite") == ["a", "a (as JSON)", "b"]
     settings = Settings.load({"enable_blending": True, "local_disk": tmp_path / "disk"})
     cached, tokenizer = CachedModel.load(MODEL, settings)
     with cached:
@@ -603,14 +604,14 @@ def test_after_kill_nothing_is_lost_and_nothing_is_learned_twice(tmp_path: Path)
     count = some(200, share=0.3)
     lines = [{"id": str(i), "text": f"notes {i} from the inn : owner of lamp Tara . " * 5} for i in range(count)]
     (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    manifest = tmp_path / "manifest.jsonl"
+    manifest = tmp_path / "manifest.sqlite"
     words = ["learn", str(tmp_path / "d.jsonl"), "--model", str(MODEL), "--local-disk", str(tmp_path / "disk")]
     words += ["--manifest", str(manifest), "--json"]
     process = Forked(command, *words)
-    eventually(lambda: manifest.exists() and manifest.read_text().count("\n") >= count // 5)
+    eventually(lambda: len(names_in(manifest)) >= count // 5)
     process.kill()
     process.wait()
-    before = [json.loads(line)["id"] for line in manifest.read_text().splitlines()]
+    before = names_in(manifest)
     assert count // 5 <= len(before) < count
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "disk").rglob("*.safetensors")}
     assert len(written) >= len(before)
@@ -619,25 +620,48 @@ def test_after_kill_nothing_is_lost_and_nothing_is_learned_twice(tmp_path: Path)
     assert all(path.stat().st_mtime_ns == at for path, at in written.items()), "nothing is written twice"
     assert found["before"] == len(before)
     assert found["learned"] == count - len(before)
-    ids = [json.loads(line)["id"] for line in manifest.read_text().splitlines()]
-    assert sorted(ids, key=int) == [str(i) for i in range(count)]
+    assert sorted(names_in(manifest), key=int) == [str(i) for i in range(count)]
     again = json.loads(lmc(*words, "--again")[1])
     assert again["learned"] == count
     assert lmc("check", tmp_path / "disk")[1].strip().endswith(f"{count} records, 0 problems")
 
 
-def test_a_manifest_that_ends_in_half_a_line_is_gone_on_with(tmp_path: Path) -> None:
+def names_in(manifest: Path) -> list[str]:
+    address = f"file:{manifest}?mode=ro"
+    with suppress(sqlite3.Error), closing(sqlite3.connect(address, uri=True)) as database:  # It may just be created.
+        return [name for (name,) in database.execute("SELECT id FROM learned ORDER BY id")]
+    return []
+
+
+def test_a_manifest_tells_texts_and_survives_a_kill_in_a_commit(tmp_path: Path) -> None:
     one, two, three = (Document(name, name) for name in ("one", "two", "three"))
     with Manifest(tmp_path / "m") as manifest:
         manifest.add(one, [])
-        manifest.add(two, [])
-    (tmp_path / "m").write_text((tmp_path / "m").read_text()[:-20])
+    script = """
+import os, sqlite3, sys
+database = sqlite3.connect(sys.argv[1], isolation_level=None)
+database.executescript("PRAGMA cache_size = 1; PRAGMA cache_spill = 1; BEGIN; DELETE FROM learned")
+for number in range(500):
+    database.execute("INSERT INTO learned VALUES (?, ?, '[]')", (str(number), "x" * 1000))
+os._exit(9)
+"""
+    assert subprocess.run([sys.executable, "-c", script, tmp_path / "m"], check=False).returncode == 9
+    assert (tmp_path / "m-journal").exists()
     with Manifest(tmp_path / "m") as manifest:
         assert [manifest.has(document) for document in (one, two, three)] == [True, False, False]
         manifest.add(three, [])
     with Manifest(tmp_path / "m") as manifest:
         assert [manifest.has(document) for document in (one, two, three)] == [True, False, True]
         assert not manifest.has(Document("one", "another text"))
+
+
+def test_a_database_of_another_program_stays_as_it_is(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "a")) as database, database:
+        database.execute("CREATE TABLE notes (text)")
+    before = (tmp_path / "a").read_bytes()
+    with pytest.raises(InputError, match="is not a manifest of lmc learn; use --manifest for another file"):
+        Manifest(tmp_path / "a")
+    assert (tmp_path / "a").read_bytes() == before
 
 
 @pytest.mark.parametrize("content", ["notes\n", "notes", '{"id": "a", "text": "one"}\n', "[1]\n", '{"url": "a"}'])
@@ -649,11 +673,17 @@ def test_a_file_that_is_not_a_manifest_stays_as_it_is(tmp_path: Path, content: s
     assert (tmp_path / "a").read_text() == content
 
 
-def test_a_manifest_for_which_a_disk_has_no_room_is_named() -> None:
+def test_a_manifest_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     """The error was that of standard output."""
-    reason = "cannot write the manifest /dev/full: No space left on device"
-    with pytest.raises(InputError, match=reason), Manifest(Path("/dev/full")) as manifest:
-        manifest.add(Document("one", "one"), [])
+    with pytest.raises(InputError, match=f"cannot write the manifest {tmp_path}: Is a directory; use --manifest"):
+        Manifest(tmp_path)
+    with Manifest(tmp_path / "m") as manifest:
+        with closing(sqlite3.connect(tmp_path / "m")) as other:
+            other.execute("CREATE TRIGGER full BEFORE INSERT ON learned BEGIN SELECT RAISE(ABORT, 'disk is full'); END")
+        reason = f"cannot write the manifest {tmp_path / 'm'}: disk is full; use --manifest for another file"
+        with pytest.raises(InputError, match=reason):
+            manifest.add(Document("one", "one"), [])
+        assert not manifest.has(Document("one", "one"))
 
 
 def test_an_interrupted_run_says_how_to_go_on_and_what_it_waits_for(
@@ -677,7 +707,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_what_it_waits_for(
 
     monkeypatch.setattr("lmc.commands.learn.run.ThreadPoolExecutor", Pool)
     documents = [Document("slow", "one"), Document("fast", "two")]
-    with Manifest(tmp_path / "learned.jsonl") as manifest, pytest.raises(KeyboardInterrupt):
+    with Manifest(tmp_path / "learned.sqlite") as manifest, pytest.raises(KeyboardInterrupt):
         LearnRun(Corpus(documents), manifest, Retention(pinned=False, ttl=None)).learn(Slow(), 2)  # type: ignore[arg-type]
     said = "0 of 2 documents were learned; run the same command again to continue; waiting for 1 document in flight"
     assert capfd.readouterr().err == f"{said}, until Ctrl-C\n"

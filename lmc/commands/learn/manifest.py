@@ -1,94 +1,104 @@
 """The manifest: records learned documents, so that an interrupted run can continue.
 
-It is a file with one JSON line per document. The line is written when the document is stored.
+It is a SQLite database with one row per document, which is committed when the document is stored.
 """
 
 import json
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import TextIO
 
 from lmc.documents.sources import Document
 from lmc.errors import InputError
 from lmc.small_files import user_cache, writing
 
 OTHER_FILE = "use --manifest for another file"
-LINE_START = '{"id": '
+BEGINNING = b"SQLite format 3\x00"  # of every database
+VERSION = 0x6C6D6301  # "lmc" and a number; a database of another program has another one
+PATIENCE_SECONDS = 10.0  # Another run may write to the same manifest.
+TABLE = "CREATE TABLE IF NOT EXISTS learned (id TEXT PRIMARY KEY, digest TEXT, documents TEXT) WITHOUT ROWID"
 
 
 def manifest_path(*target: str) -> Path:
     """Return the default path of the manifest of a target, such as a server, a tenant and a separator."""
-    return user_cache() / "learned" / f"{sha256(repr(target).encode()).hexdigest()[:16]}.jsonl"
+    return user_cache() / "learned" / f"{sha256(repr(target).encode()).hexdigest()[:16]}.sqlite"
 
 
 class Manifest:
     """The documents that have been learned into one target. Use it in a `with` statement."""
 
     def __init__(self, path: Path) -> None:
-        """Read the documents of earlier runs.
+        """Open the manifest of earlier runs, or create one.
 
-        Raises `InputError` if the file cannot be written, or has lines that are not those of a manifest.
+        Raises `InputError` if the file cannot be written, or is not a manifest.
         """
         self.path = path
+        self._forgotten = set[str]()  # documents that are to be learned again
         with self._writing():
             path.parent.mkdir(parents=True, exist_ok=True)
-            text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-            self._learned = dict(filter(None, map(self._entry, text.split("\n"))))
-            self._file: TextIO = path.open("a", encoding="utf-8")
-            self._outdated = False  # The file has lines about documents that are to be learned again.
-            if text and not text.endswith("\n"):
-                self._file.write("\n")
+            with path.open("ab+") as file:
+                file.seek(0)
+                if (beginning := file.read(len(BEGINNING))) not in (b"", BEGINNING):
+                    raise InputError(f"{path} is not a manifest of lmc learn; {OTHER_FILE}")
+            self._database = sqlite3.connect(path, timeout=PATIENCE_SECONDS, isolation_level=None)
+            try:
+                # A commit survives a killed process. After a power failure, a few documents are learned again.
+                self._database.execute("PRAGMA synchronous = NORMAL")
+                if not beginning:
+                    self._database.executescript(f"BEGIN; {TABLE}; PRAGMA user_version = {VERSION}; COMMIT")
+                elif self._database.execute("PRAGMA user_version").fetchone() != (VERSION,):
+                    raise InputError(f"{path} is not a manifest of lmc learn; {OTHER_FILE}")
+            except BaseException:
+                self._database.close()
+                raise
 
     def __enter__(self) -> "Manifest":
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._writing():
-            self._file.close()
+        self._database.close()
 
     def has(self, document: Document) -> bool:
         """Return whether this text was learned under this id."""
-        return self._learned.get(document.id, ("", []))[0] == document.digest
+        row = self._row(document)
+        return row is not None and row[0] == document.digest and document.id not in self._forgotten
 
     def ids(self, document: Document) -> list[str]:
-        """Return the document ids of a learned text; empty if an earlier version of lmc did not record them."""
-        return self._learned[document.id][1]
+        """Return the ids under which a text was stored; empty if it was not learned."""
+        row = self._row(document)
+        return list(json.loads(row[1])) if row is not None else []
 
-    def forget(self, documents: Sequence[Document]) -> None:
-        """Forget documents that are to be learned again. Their lines leave the file when the first one is learned."""
-        for document in documents:
-            self._outdated |= self._learned.pop(document.id, None) is not None
+    def forget(self, documents: Iterable[Document]) -> None:
+        """Forget documents that are to be learned again. Their rows stay until the first one is learned."""
+        self._forgotten.update(document.id for document in documents)
 
     def add(self, document: Document, ids: Sequence[str]) -> None:
         """Record a text as stored, as the documents with these ids. Raises `InputError` if this fails."""
-        self._learned[document.id] = document.digest, list(ids)
+        forgotten, row = [(name,) for name in self._forgotten], (document.id, document.digest, json.dumps(list(ids)))
         with self._writing():
-            if self._outdated:
-                self._file.truncate(0)
-                self._outdated = False
-                self._file.writelines(map(self._line, self._learned))
-            else:
-                self._file.write(self._line(document.id))
-            self._file.flush()
+            self._database.execute("BEGIN IMMEDIATE")
+            try:
+                self._database.executemany("DELETE FROM learned WHERE id = ?", forgotten)
+                self._database.execute("INSERT OR REPLACE INTO learned VALUES (?, ?, ?)", row)
+                self._database.execute("COMMIT")
+            except BaseException:
+                with suppress(sqlite3.Error):
+                    self._database.execute("ROLLBACK")
+                raise
+        self._forgotten.clear()
 
-    def _line(self, name: str) -> str:
-        digest, ids = self._learned[name]
-        return json.dumps({"id": name, "digest": digest, "documents": ids}) + "\n"
+    def _row(self, document: Document) -> tuple[str, str] | None:
+        found = self._database.execute("SELECT digest, documents FROM learned WHERE id = ?", (document.id,))
+        row: tuple[str, str] | None = found.fetchone()
+        return row
 
-    def _entry(self, line: str) -> tuple[str, tuple[str, list[str]]] | None:
-        """Return the id of a line, with the digest and the document ids; None for the part that a killed run has left.
-
-        Raises `InputError` for a line of another file.
-        """
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raise `InputError` with the name of the file for an error of the block, which writes it."""
         try:
-            entry = json.loads(line)
-            return str(entry["id"]), (entry["digest"], entry.get("documents", []))
-        except (ValueError, TypeError, KeyError) as error:
-            if isinstance(error, ValueError) and LINE_START.startswith(line[: len(LINE_START)]):
-                return None
-            raise InputError(f"{self.path} is not a manifest of lmc learn; {OTHER_FILE}") from None
-
-    def _writing(self) -> AbstractContextManager[None]:
-        return writing(f"the manifest {self.path}", OTHER_FILE)
+            with writing(f"the manifest {self.path}", OTHER_FILE):
+                yield
+        except sqlite3.Error as error:
+            raise InputError(f"cannot write the manifest {self.path}: {error}; {OTHER_FILE}") from None
