@@ -173,9 +173,10 @@ class TestKeys:
         tier = encrypted(inner, *lines)
         assert tier.contains([K0, K1]) == [True, True], "before they were opened"
         assert tier.open(K0) is None
-        assert tier.open(K1) is None
+        assert tier.contains([K0, K1, K2]) == [False, True, False]
+        assert [(meta.key, meta.label) for meta, _ in tier.headers()] == [(K0, ""), (K1, "")]
         assert tier.contains([K0, K1, K2]) == [False, False, False]
-        assert [(meta.key, meta.label) for meta, _ in tier.headers()] == [(K1, ""), (K0, "")]
+        assert tier.open(K1) is None
         assert read(encrypted(inner, FIRST), K0) == bytes(stored(meta_of(K0)))
         (said,) = [record.message for record in caplog.records]
         assert "encryption_key has to name all keys in use" in said

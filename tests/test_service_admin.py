@@ -1,5 +1,6 @@
 """Administration of a cache server over real HTTP: documents, tenants, quotas, events. Engines and stores are real."""
 
+import base64
 import json
 import os
 import socket
@@ -33,6 +34,7 @@ import lmc.demo as lmc_demo
 from lmc.connectors.vllm.scheduler.admin import Administration, serve_if_wanted
 from lmc.documents.admin import DocumentAdmin
 from lmc.documents.kept import FILE
+from lmc.documents.known import pack_tokens
 from lmc.errors import ConfigError, InputError
 from lmc.http import server as http_server
 from lmc.http import timeouts
@@ -241,6 +243,26 @@ def test_all_is_cleared_from_the_disk_of_a_server_with_its_pins(tmp_path):
     with administered(tmp_path, **disk) as service:
         service.engine()
         assert service.documents() == []
+
+
+def test_the_disk_of_a_server_with_a_key_has_no_tokens_and_no_names(tmp_path):
+    key, tenant = (base64.b64encode(bytes([number]) * 32).decode() for number in (1, 2))
+    (tmp_path / "keys").write_text(f"{key}\nacme {tenant}\n")
+    disk = {"local_disk": tmp_path / "disk", "max_local_disk_size": 1.0, "encryption_key": str(tmp_path / "keys")}
+    with administered(tmp_path, **disk) as service:
+        engine = service.engine()
+        engine.keeper.pin([learn(engine, A, name="alpha.txt"), learn(engine, B, "acme", name="beta.txt")])
+    kept = b"".join(file.read_bytes() for file in disk["local_disk"].rglob("*") if file.is_file())
+    for secret in (b"alpha.txt", b"beta.txt", *(pack_tokens(tokens).encode() for tokens in (A, B))):
+        assert secret not in kept
+    with administered(tmp_path, **disk) as service:
+        service.engine()
+        eventually(lambda: {one["name"] for one in service.documents()} == {"alpha.txt", "beta.txt"})
+        assert all(one["pinned"] for one in service.documents())
+    (tmp_path / "keys").write_text(f"{key}\n")
+    with administered(tmp_path, **disk) as service:
+        service.engine()
+        eventually(lambda: [one["name"] for one in service.documents()] == ["alpha.txt"])
 
 
 def test_pins_of_all_engines_share_one_room(service):

@@ -81,14 +81,17 @@ class Encrypted(Wrapped):
         """See `LocalTier.headers`. A label that cannot be decrypted is empty."""
         assert is_local(self.inner)
         for meta, used in self.inner.headers():
-            if is_encrypted(meta):
-                try:
-                    opened = _opened(meta, self._keys)
-                except CorruptRecord:
-                    opened = None  # Reading the record finds out whether its header or the tier's index is wrong.
-                yield (opened.meta if opened else replace(meta, label="")), used
-            else:
-                yield meta, used
+            yield (self._plain(meta) if is_encrypted(meta) else meta), used
+
+    def _plain(self, meta: RecordMeta) -> RecordMeta:
+        """Return the metadata that was encrypted."""
+        try:
+            if (opened := _opened(meta, self._keys)) is not None:
+                return opened.meta
+            self._note_unreadable(meta.key)
+        except CorruptRecord:
+            pass  # Reading the record finds out whether its header or the tier's index is wrong.
+        return replace(meta, label="")
 
     def _note_unreadable(self, key: ChunkKey) -> None:
         if not self._unreadable:
