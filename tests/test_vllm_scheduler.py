@@ -1208,7 +1208,7 @@ def test_a_document_that_is_too_long_to_be_learned_is_said_in_the_response_and_n
 
 def test_short_documents_of_prompts_are_not_learned(make):
     """A prompt of a hundred short texts took all slots, and evicted the documents of every tenant."""
-    lab = make(settings={"chunk_size": 8 * BLOCK})
+    lab = make(settings={"chunk_size": 16 * BLOCK})
     assert lab.engine.least_tokens == BLOCK
     short, enough = DOC_A[: BLOCK - 1], DOC_B[:BLOCK]
     lab.serve("one", [1, *SEPARATOR, *short, *SEPARATOR, *enough, *SEPARATOR, 9, 9])
@@ -1466,6 +1466,19 @@ def test_samples_of_a_prompt_share_one_load_and_what_is_computed_after_it(sample
     for request in (second, longer, different):
         lab.compute(request, request.num_tokens - request.num_computed_tokens)
     for request in (first, second, longer, different):
+        lab.finish(request)
+    lab.check()
+
+
+def test_a_sample_begins_in_the_step_in_which_the_first_one_begins(sampled):
+    lab, first, second = sampled
+    lab.workers.held_back = False
+    lab.load(first)
+    assert first.running
+    assert lab.admit(second) == 0
+    assert second.num_computed_tokens == len(PLAIN), "what the first one has loaded"
+    for request in (first, second):
+        lab.compute(request, request.num_tokens - request.num_computed_tokens)
         lab.finish(request)
     lab.check()
 

@@ -45,7 +45,7 @@ from lmc.storage.tiers.record import RecordMeta
 
 Part = tuple[torch.Tensor, torch.Tensor]  # keys and values of a chunk's tokens in one layer
 
-LEAST_PART = 8  # A document that fills a smaller part of its chunk is not worth the memory of a whole one.
+LEAST_PART = 16  # A document that fills a smaller part of its chunk is not worth the memory of a whole one.
 SHORTER = 8  # A document that is given as a text may lack its first and its last word, of at most this many tokens.
 
 

@@ -152,7 +152,8 @@ class Admission:
 
     def _awaits_load(self, state: RequestState) -> bool:
         """Return whether the load for which a request waits is still under way, and the request may wait longer."""
-        if state.awaited is None or state.awaited.loads_from is None or not self.has_time_to_wait(state):
+        other = state.awaited
+        if other is None or other.loads_from is None or other.has_begun or not self.has_time_to_wait(state):
             state.awaited = None
         return state.awaited is not None
 

@@ -279,7 +279,7 @@ class FollowUps:
         The engine caches the blocks of a load when it schedules the request for the first time.
         """
         first = self._states.get(blend.request)
-        if first is None or _has_begun(first) or first is state:
+        if first is None or first.has_begun or first is state:
             return False
         state.searched, state.awaited_blend = -1, first
         return True
@@ -287,7 +287,7 @@ class FollowUps:
     def _awaits_blend(self, state: RequestState) -> bool:
         """Return whether a request still waits for the blend that its last search has found, without a new search."""
         first = state.awaited_blend
-        if first is None or _has_begun(first) or first.given_up or self._states.get(first.id) is not first:
+        if first is None or first.has_begun or first.given_up or self._states.get(first.id) is not first:
             state.awaited_blend = None
         return state.awaited_blend is not None
 
@@ -376,8 +376,3 @@ class FollowUps:
             if match := [header for header in headers if tuple(prompt[at : at + len(header)]) == header]:
                 return at + min(map(len, match))
         return len(prompt)
-
-
-def _has_begun(state: RequestState) -> bool:
-    """Return whether the engine has scheduled a request, in this step or before, and cached the blocks of its load."""
-    return state.scheduled or state.request.status.name == "RUNNING"

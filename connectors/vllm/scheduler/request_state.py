@@ -125,6 +125,11 @@ class RequestState:
         return self.request.cache_salt or ""
 
     @property
+    def has_begun(self) -> bool:
+        """Whether the engine has scheduled the request, in this step or before, and cached the blocks of its load."""
+        return self.scheduled or self.request.status.name == "RUNNING"
+
+    @property
     def hashes(self) -> Sequence[bytes]:
         """The hashes of the exact blocks: the engine's hashes, joined with the stamp if there is one.
 
