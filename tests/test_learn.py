@@ -98,6 +98,15 @@ def test_a_file_whose_name_is_no_unicode_is_a_document_with_a_name_that_can_be_s
         assert read_documents(str(source)).documents == found
 
 
+@pytest.mark.parametrize("name", ["app.py", "notes", "d.data"])
+def test_a_named_file_is_a_text_unless_it_begins_like_json(tmp_path: Path, name: str) -> None:
+    """A program was read as JSON, and each of its lines was an error of a paragraph."""
+    (tmp_path / name).write_text("import json\n")
+    assert read_documents(str(tmp_path / name)).documents == [Document(name, "import json")]
+    (tmp_path / name).write_text('\n{"id": "a", "text": "one"}\n{"id": "b", "text": "two"}')
+    assert read_documents(str(tmp_path / name)).documents == [Document("a", "one"), Document("b", "two")]
+
+
 @pytest.mark.parametrize(
     ("lines", "said"),
     [

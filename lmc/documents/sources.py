@@ -72,7 +72,8 @@ def read_documents(
     elif os.path.isdir(source):
         reader.add_folder(path, patterns)
     elif os.path.exists(source):  # A file or a pipe. Unlike `Path`, this accepts a name of any length.
-        reader.add_file(path, path.name, is_text=path.suffix.lower() in ENDINGS)
+        ending = path.suffix.lower()
+        reader.add_file(path, path.name, is_text=ending in ENDINGS or (None if ending not in JSON_ENDINGS else False))
     else:
         raise InputError(
             f"{source} does not exist: use a directory of text files, a JSON or JSONL file, or - for standard input"
@@ -140,14 +141,14 @@ class _Reader:
             yield from (Path(parent, name) for name in files if not name.startswith("."))
         self._unread = +self._unread
 
-    def add_file(self, path: Path, name: str | PurePath, *, is_text: bool) -> None:
-        """Read a file as one text, or as JSON objects."""
+    def add_file(self, path: Path, name: str | PurePath, *, is_text: bool | None) -> None:
+        """Read a file as one text, or as JSON objects. With None, its first character decides."""
         try:
             text = read_text(path, keeps_crlf=self._keeps_crlf)
         except InputError as error:
             self._corpus.skipped[name_of(name)] = str(error)
             return
-        if is_text:
+        if not text.lstrip().startswith(("{", "[")) if is_text is None else is_text:
             self._add(name_of(name), text)
         else:
             self.add_entries(name_of(name), text)
@@ -162,14 +163,15 @@ class _Reader:
             for number, entry in enumerate(content if isinstance(content, list) else [content], 1):
                 self._add_entry(entry, f"{name}, entry {number}", f"{name}:{number}")
             return
-        hint = f"{self.hint}, or name the file of a single text with {' or '.join(ENDINGS[:2])} at the end"
+        hint = f"; {self.hint}, or name the file of a single text with {' or '.join(ENDINGS[:2])} at the end"
         for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
                 label = f"{name}, line {number}"
                 try:
                     self._add_entry(json.loads(line), label, f"{name}:{number}")
                 except (ValueError, RecursionError) as error:
-                    self._corpus.skipped[label] = f"it is not valid JSON: {error}; {hint}"
+                    self._corpus.skipped[label] = f"it is not valid JSON: {error}{hint}"
+                    hint = ""  # once is enough
 
     def _add_entry(self, entry: Any, label: str, number: str) -> None:
         """Add the document of a JSON object, whose id is `number` if it has none."""
