@@ -42,7 +42,7 @@ PURPOSES: dict[str, dict[str, str]] = {
         "(`query`), at the start of documents (`head`), or as published (`cacheblend`, see [fusion](fusion.md)).",
         "blend_recompute_ratios": "Share of reused tokens that is recomputed.",
         "blend_min_tokens": "A prompt with fewer stored document tokens is computed in full.",
-        "blend_learn": "Whether documents of prompts are learned.",
+        "blend_learn": "Whether documents of prompts are learned, if they fill a sixteenth of a chunk or more.",
         "blend_find": "Where documents are reused: `known` finds every learned document, or a part of it, anywhere in "
         "a prompt, without separators; `repeated` also learns [what repeats](your-rag-app.md#text-that-repeats), "
         "with vLLM; `separators` only looks between separators.",
