@@ -137,7 +137,8 @@ def read_keys(setting: str | None) -> SecretKeys:
     try:
         return parse_keys(path.read_text(encoding="utf-8").splitlines())
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"encryption_key: cannot read {path}: {error}") from None
+        named = path if path.parent.is_dir() else "the file that it names"  # A mistyped key may look like a path.
+        raise ConfigError(f"encryption_key: cannot read {named}: {getattr(error, 'strerror', 'no UTF-8')}") from None
 
 
 def parse_keys(lines: Iterable[str]) -> SecretKeys:
@@ -165,16 +166,17 @@ def _decoded(text: str) -> bytes | None:
     text = text.strip()
     if re.fullmatch(r"[0-9a-fA-F]{64}", text):
         return bytes.fromhex(text)
+    padded = text.rstrip("=") + "=" * (-len(text.rstrip("=")) % 4)
     try:
-        secret = base64.b64decode(text.replace("-", "+").replace("_", "/"), validate=True)
+        secret = base64.b64decode(padded.replace("-", "+").replace("_", "/"), validate=True)
     except (binascii.Error, ValueError):
         return None
     return secret if len(secret) == SECRET else None
 
 
 def _need_cryptography() -> None:
-    """Raise `ConfigError` if the package for encryption is missing."""
+    """Raise `ConfigError` if the package for encryption is missing or too old."""
     try:
-        import cryptography  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("encryption_key needs the package cryptography: pip install cryptography") from error
+        SecretKey(bytes(SECRET)).derive(b"test").encrypt(1, memoryview(b"test"), memoryview(bytearray(4)))
+    except (ImportError, ValueError) as error:
+        raise ConfigError("encryption_key needs the package cryptography: pip install 'cryptography>=43'") from error

@@ -407,6 +407,17 @@ def test_clear_by_size_leaves_pinned_documents_on_all_tiers(tmp_path: Path, unse
     assert (tmp_path / FILE).read_bytes() == kept, "no pin is lost"
 
 
+@pytest.mark.parametrize("words", [["--all"], ["--keep", "0"]])
+def test_clear_removes_nothing_if_the_pins_cannot_be_read(tmp_path: Path, words: list[str]) -> None:
+    """It removed all records, and ended with a traceback."""
+    (path,) = fill(tmp_path, (1, ONE))
+    (tmp_path / FILE).write_bytes(b"no database" * 1000)
+    code, _, err = lmc("clear", tmp_path, *words, "--yes")
+    assert code == 2
+    assert f"cannot use the pins in {tmp_path / FILE} (file is not a database): remove the file to give them up" in err
+    assert path.exists()
+
+
 @pytest.mark.parametrize("words", [["--unused-for", "1s"], ["--keep", "1"]])
 def test_clear_by_age_refuses_stores_that_evict_by_themselves(words: list[str], unset: pytest.MonkeyPatch) -> None:
     """To list the records of Redis counts as a use of each."""

@@ -2,9 +2,11 @@
 
 import base64
 import json
+import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from storage_fakes import PARTS, DictTier, content, get, key_of, memory, meta_of, put, raw_record, stored
@@ -16,6 +18,7 @@ from lmc.errors import ChunkLost, ConfigError, CorruptRecord
 from lmc.keys import RecordKind, tenant_of
 from lmc.open_store import open_store
 from lmc.shapes import ALIGN
+from lmc.storage import secret_keys
 from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.memory.slab import Slab
 from lmc.storage.secret_keys import DIGEST, SALT, TAG, SecretKeys, parse_keys, read_keys
@@ -24,7 +27,7 @@ from lmc.storage.tiers.codec import Coded
 from lmc.storage.tiers.disk import DiskTier
 from lmc.storage.tiers.encryption import Encrypted, is_encrypted
 from lmc.storage.tiers.opening import check_packages
-from lmc.storage.tiers.record import RecordMeta, decode_header, encode_header, header_size
+from lmc.storage.tiers.record import HEADER_LIMIT, RecordMeta, decode_header, encode_header, header_size
 from lmc.storage.tiers.tier import Tier, Written
 from lmc.storage.worker_parts import Parallelism
 
@@ -247,7 +250,8 @@ class TestKeys:
     @pytest.mark.parametrize(("setting", "lines", "said"), [
         ("keys.txt", None, "neither a key of 32 bytes nor an absolute path"),
         ("c2hvcnQ=", None, "neither a key of 32 bytes nor an absolute path"),
-        ("/nowhere/keys", None, "cannot read /nowhere/keys"),
+        ("/nowhere/keys", None, "cannot read the file that it names: No such file or directory"),
+        ("/nowhere", None, "cannot read /nowhere: No such file or directory"),
         (None, ["# nothing"], "the file has no key"),
         (None, [FIRST, "acme hunter2"], "line 2 does not end with a key of 32 bytes"),
         (None, [FIRST[:-5]], "line 1 does not end with a key of 32 bytes"),
@@ -266,9 +270,31 @@ class TestKeys:
         assert FIRST not in "".join(texts)
         assert repr(b"\x01" * 32)[2:-1] not in texts[3]
 
+    def test_a_mistyped_key_that_looks_like_a_path_is_not_shown(self):
+        key = base64.b64encode(b"\xff" * 33).decode()
+        assert key.startswith("/")
+        with pytest.raises(ConfigError) as refused:
+            read_keys(key)
+        assert key[:20] not in str(refused.value)
+
+    def test_a_key_may_lack_its_padding(self):
+        assert read_keys(FIRST.rstrip("=")).newest("").secret == b"\x01" * 32
+
+    def test_a_package_that_is_too_old_is_said(self, monkeypatch):
+        """Version 42 was accepted, and then nothing could be stored."""
+        monkeypatch.setattr(secret_keys.DerivedKey, "encrypt", Mock(side_effect=ValueError("buffer must be at least")))
+        with pytest.raises(ConfigError, match="pip install 'cryptography>=43'"):
+            check_packages(Settings(encryption_key=FIRST))
+
+    def test_a_document_whose_label_is_too_long_is_refused(self):
+        tier, meta = encrypted(DictTier(), FIRST), replace(labelled(), label="x" * (HEADER_LIMIT * 3 // 4))
+        assert tier.write(meta, [stored(meta)]) is Written.REFUSED
+        assert tier.contains([K0]) == [False]
+
     def test_a_missing_package_is_said(self, monkeypatch):
-        monkeypatch.setitem(__import__("sys").modules, "cryptography", None)
-        with pytest.raises(ConfigError, match="pip install cryptography"):
+        for name in [name for name in sys.modules if name.split(".")[0] == "cryptography"]:
+            monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(ConfigError, match="pip install 'cryptography"):
             check_packages(Settings(encryption_key=FIRST))
         check_packages(Settings())
 

@@ -477,6 +477,16 @@ def test_a_file_of_an_adapter_that_changes_makes_another_stamp(adapter):
     assert len(set(stamps)) == 6
 
 
+def test_an_adapter_that_has_not_changed_is_not_read_again(adapter, monkeypatch):
+    """Some versions of vLLM say for each request that the adapter may have changed."""
+    stamp = adapter_stamp(str(adapter))
+    with monkeypatch.context() as patch:
+        patch.setattr("lmc.engine.identity.identity_of_files", None)
+        assert adapter_stamp(str(adapter)) == stamp
+    (adapter / "adapter_model.safetensors").write_bytes(b"Weights")
+    assert adapter_stamp(str(adapter)) != stamp
+
+
 def test_times_and_files_that_vllm_does_not_load_leave_the_stamp_of_an_adapter(adapter):
     stamp = adapter_stamp(str(adapter))
     os.utime(adapter / "adapter_model.safetensors", (0, 0))

@@ -14,12 +14,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from storage_fakes import DictTier, Shared, lose, threads_named, tiers_of, with_stray_holder
+from storage_fakes import DictTier, Shared, eventually, lose, threads_named, tiers_of, with_stray_holder
 from tier_wrappers import Faulty
 
 from lmc.blend.segments import Span
 from lmc.config.settings import Settings
-from lmc.documents import keeper
+from lmc.documents import keeper, kept
 from lmc.documents.admin import DocumentAdmin
 from lmc.documents.kept import FILE, VERSION, KeptDocuments, forget_kept, pinned_keys
 from lmc.documents.known import known_bytes, pack_tokens
@@ -560,7 +560,7 @@ def test_what_is_noted_is_as_before_when_the_disk_is_full(tmp_path):
         gone = learn(engine, A)
         engine.keeper.pin([gone, learn(engine, B)])
     rows(tmp_path, "CREATE TRIGGER full BEFORE DELETE ON kept BEGIN SELECT RAISE(ABORT, 'disk is full'); END")
-    with pytest.raises(sqlite3.Error, match="disk is full"):
+    with pytest.raises(InputError, match="disk is full"):
         forget_kept(tmp_path / "disk", {gone.id})
     assert rows(tmp_path, "SELECT count(*) FROM kept") == [(2,)]
 
@@ -590,6 +590,25 @@ def test_a_pin_after_one_that_could_not_be_noted_is_noted_with_it(tmp_path, monk
         engine.keeper.pin([second])
     with closing(engine_of(tmp_path)) as engine:
         assert [known(engine, tokens).pinned for tokens in (A, B)] == [True, True]
+
+
+@pytest.mark.parametrize("when", ["later", "at the end"])
+def test_a_removal_that_could_not_be_noted_is_noted_when_the_database_is_free(tmp_path, monkeypatch, when, caplog):
+    """A backup read the database: the removed document was pinned again after a restart, and computed again."""
+    monkeypatch.setattr(kept, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(keeper, "EXPIRY_SECONDS", 0.01 if when == "later" else 3600)
+    with closing(engine_of(tmp_path)) as engine:
+        document = learn(engine, A)
+        engine.keeper.pin([document])
+        with closing(sqlite3.connect(tmp_path / "disk" / FILE, isolation_level=None)) as backup:
+            backup.execute("BEGIN")
+            backup.execute("SELECT * FROM kept").fetchone()
+            engine.keeper.remove([document])
+            assert rows(tmp_path, "SELECT count(*) FROM kept") == [(1,)]
+        if when == "later":
+            eventually(lambda: rows(tmp_path, "SELECT count(*) FROM kept") == [(0,)])
+    assert rows(tmp_path, "SELECT count(*) FROM kept") == [(0,)]
+    assert caplog.text.count("cannot write the pins") == 1
 
 
 def rows(folder, query):

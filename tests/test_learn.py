@@ -664,6 +664,29 @@ os._exit(9)
         assert not manifest.has(Document("one", "another text"))
 
 
+def test_two_runs_may_create_a_manifest_at_once(tmp_path: Path) -> None:
+    """One of them was refused, as the database was locked for a moment."""
+
+    def create(number: int) -> bool:
+        with Manifest(tmp_path / str(number // 8)) as manifest:
+            manifest.add(Document(str(number), "a"), [])
+            return manifest.has(Document(str(number), "a"))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(create, range(160)))
+    assert [len(names_in(tmp_path / str(file))) for file in range(20)] == [8] * 20
+
+
+def test_a_manifest_that_is_damaged_is_named(tmp_path: Path) -> None:
+    with Manifest(tmp_path / "m") as manifest:
+        manifest.add(Document("one", "one"), [])
+    blob = (tmp_path / "m").read_bytes()
+    (tmp_path / "m").write_bytes(blob[:100] + b"\xff" * (len(blob) - 100))
+    said = f"cannot use the manifest {tmp_path / 'm'}: database disk image is malformed"
+    with pytest.raises(InputError, match=said), Manifest(tmp_path / "m") as manifest:
+        manifest.has(Document("one", "one"))
+
+
 def test_a_database_of_another_program_stays_as_it_is(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "a")) as database, database:
         database.execute("CREATE TABLE notes (text)")
@@ -689,7 +712,7 @@ def test_a_manifest_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with Manifest(tmp_path / "m") as manifest:
         with closing(sqlite3.connect(tmp_path / "m")) as other:
             other.execute("CREATE TRIGGER full BEFORE INSERT ON learned BEGIN SELECT RAISE(ABORT, 'disk is full'); END")
-        reason = f"cannot write the manifest {tmp_path / 'm'}: disk is full; use --manifest for another file"
+        reason = f"cannot use the manifest {tmp_path / 'm'}: disk is full; use --manifest for another file"
         with pytest.raises(InputError, match=reason):
             manifest.add(Document("one", "one"), [])
         assert not manifest.has(Document("one", "one"))

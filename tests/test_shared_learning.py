@@ -228,6 +228,16 @@ def test_each_waiting_document_takes_whole_chunks():
     assert queue.add(Unlearned(b"n", (9,) * 16), wanted=True)
 
 
+def test_a_document_that_is_learned_again_does_not_become_wanted_by_coming_often():
+    """With too little memory for all known documents, each request had one computed while others ran."""
+    queue, one = LearnQueue(room=100), Unlearned(b"n", (1,) * 4)
+    assert [queue.add(one, again=True) for _ in range(3)] == [True] * 3
+    assert not queue.has_wanted
+    queue.add(one)
+    queue.add(one)
+    assert queue.has_wanted, "as an unknown one, it has come twice"
+
+
 def test_a_document_that_comes_twice_is_wanted():
     queue = LearnQueue(room=100)
     one, two, three = (Unlearned(b"n", (number,) * 4) for number in range(3))

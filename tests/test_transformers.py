@@ -856,6 +856,19 @@ def test_a_learned_document_is_found_in_part_in_a_prompt_of_the_next_process(tmp
         assert torch.allclose(blended, exact, atol=1e-4)
 
 
+def test_small_parts_of_an_evicted_document_do_not_have_all_of_it_learned() -> None:
+    text = random.Random(0).choices(range(10, 90), k=400)
+    with CachedModel(random_model(), settings(blend_min_tokens=0), SEPARATOR) as cached:
+        cached.learn(text, "a.txt")
+        for key in cached.engine.known.list()[0].keys:
+            cached.engine.store.forget(key)
+        small, enough = [1, *text[100:190], 2, 3], [1, *text[:70], 2, *text[100:170], 3]
+        for prompt, learned in ((small, False), (enough, True)):
+            for _ in range(2):
+                cached.generate(prompt, max_new_tokens=1)
+            assert cached.knows(text) == learned
+
+
 @pytest.mark.parametrize("part", [slice(0, 200), slice(30, 150)], ids=["whole", "part"])
 def test_a_known_document_that_was_evicted_is_learned_again_from_a_prompt_without_separators(part: slice) -> None:
     """It was found in every prompt, never stored again, and so computed for ever."""

@@ -301,6 +301,18 @@ def test_a_sample_takes_nothing_of_a_blend_that_was_forgotten_while_it_waited(la
     lab.check()
 
 
+def test_a_sample_that_waits_takes_no_approximate_blocks_when_lmc_is_off(lab: Lab) -> None:
+    """It took those of the blend, and its response did not say so."""
+    one, two = blending_and_waiting(lab, chat(DOC_A, DOC_B))
+    lab.scheduler.switch_off()
+    lab.workers.held_back = False
+    lab.step()
+    assert lab.admit(two) == 0
+    assert two.num_computed_tokens == BLOCK, "the text before the documents"
+    for request in (one, two):
+        lab.finish(request)
+
+
 @pytest.mark.parametrize("event", ["reset", "abandoned"])
 def test_a_sample_that_waits_has_its_own_hashes_again_after(lab: Lab, event: str) -> None:
     one, two = blending_and_waiting(lab, chat(DOC_A, DOC_B))

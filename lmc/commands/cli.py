@@ -247,10 +247,10 @@ def clear(
         names = " and ".join(place.name for place, _ in tiers)
         if not yes:
             typer.confirm(printable(f"Remove {counted(count, 'record')}{owner} from {names}?"), abort=True)
-        removed = sum(tier.delete(key) for place, tier in tiers for key in doomed[place.name])
         for place, tier in tiers:
             if isinstance(tier, DiskTier) and not by_age:  # Otherwise pinned documents would be learned again.
                 forget_kept(tier.root, {key.hex() for key in doomed[place.name]}, namespace or "")
+        removed = sum(tier.delete(key) for place, tier in tiers for key in doomed[place.name])
     console().print(Text(f"removed {counted(removed, 'record')} from {names}"))
 
 

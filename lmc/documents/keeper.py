@@ -109,7 +109,7 @@ class Keeper(DocumentKeeper):
         self._keys_of, self._learn, self._unqueue, self._size = keys_of, learn, unqueue, size
         self._kept: dict[str, KnownDocument] = {}  # id -> document that is pinned or has a time limit
         self._pins: Counter[ChunkKey] = Counter()  # counts documents, because those with the same prefix share chunks
-        self._unwritten: dict[str, KnownDocument] = {}  # id -> document whose row could not be written
+        self._unwritten: dict[str, KnownDocument] = {}  # id -> document whose row could not be written yet
         self._mutex = threading.Lock()  # guards the fields above; held only for a moment
         # Prevents that a document is pinned or learned again while it is removed. Acquired before the other locks.
         self.moving = threading.RLock()
@@ -253,6 +253,7 @@ class Keeper(DocumentKeeper):
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
+        self._write_rest()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -322,16 +323,25 @@ class Keeper(DocumentKeeper):
         """Write the rows of documents, and those that could not be written before."""
         if (rows := self._rows) is None:
             return
+        failed_before = bool(self._unwritten)
         self._unwritten |= {document.id: document for document in documents}
         try:
             rows.write(self._unwritten.values())
             self._unwritten.clear()
         except (OSError, sqlite3.Error) as error:
-            log.warning("cannot write the pins to %s (%s): they will end with this process", rows.path, error)
+            if not failed_before:
+                log.warning("cannot write the pins to %s (%s): they will end with this process", rows.path, error)
+
+    def _write_rest(self) -> None:
+        """Write the rows that could not be written before."""
+        with self._writing:
+            if self._unwritten:
+                self._write(())
 
     def _start(self) -> None:
         with self._mutex:
-            if self._thread is None and (self._kept or self._checks_integrity) and not self._ended.is_set():
+            needed = self._kept or self._unwritten or self._checks_integrity
+            if self._thread is None and needed and not self._ended.is_set():
                 arguments = weakref.ref(self), self._ended
                 self._thread = threading.Thread(target=_check_documents, args=arguments, name="lmc-keeper", daemon=True)
                 self._thread.start()
@@ -346,6 +356,7 @@ def _check_documents(reference: "weakref.ref[Keeper]", ended: threading.Event) -
             return
         try:
             keeper.remove_expired()
+            keeper._write_rest()
             since += EXPIRY_SECONDS
             if since >= RESTORE_SECONDS:
                 since = 0.0

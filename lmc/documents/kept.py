@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmc.documents.known import KnownDocument, pack_tokens, unpack_tokens
-from lmc.errors import CorruptRecord
+from lmc.errors import CorruptRecord, InputError
 from lmc.keys import ChunkKey
 from lmc.storage.secret_keys import SecretKeys
 
 FILE = "documents.sqlite"
 KEY = 32  # bytes of a chunk's key
 VERSION = 1  # of the table
-PATIENCE_SECONDS = 5.0  # A command that reads the database may hold its lock for a moment.
+PATIENCE_SECONDS = 1.0  # A command that reads the database may hold its lock for a moment. The keeper tries again.
 TABLE = """
 CREATE TABLE IF NOT EXISTS kept (
     layout TEXT, id TEXT, namespace BLOB, model TEXT, tenant TEXT, keys BLOB, pinned INT, expires REAL, text BLOB,
@@ -120,12 +120,12 @@ def forget_kept(directory: Path, ids: Collection[str], namespace: str | None = N
     """Remove documents from the database in the directory of a disk tier that no engine uses.
 
     Removes the documents with these `ids`, and those whose namespace begins with the hex digits `namespace`. An empty
-    `namespace` stands for all. Raises `sqlite3.Error`, and then removes nothing.
+    `namespace` stands for all. Raises `InputError`, and then removes nothing.
     """
     path = directory / FILE
     if not _has_rows(path):
         return
-    with _opened(path, change=True) as database:
+    with _named_errors(path), _opened(path, change=True) as database:
         database.executemany("DELETE FROM kept WHERE id = ?", [(one,) for one in ids])
         if namespace is not None:
             database.execute("DELETE FROM kept WHERE lower(hex(namespace)) GLOB ?", (f"{namespace}*",))
@@ -135,10 +135,10 @@ def forget_kept(directory: Path, ids: Collection[str], namespace: str | None = N
 
 
 def pinned_keys(directory: Path) -> set[ChunkKey]:
-    """Return the chunks of the documents that are pinned in a disk tier's directory. Raises `sqlite3.Error`."""
+    """Return the chunks of the documents that are pinned in a disk tier's directory. Raises `InputError`."""
     path, found = directory / FILE, set[ChunkKey]()
     if _has_rows(path):
-        with _opened(path) as database:
+        with _named_errors(path), _opened(path) as database:
             for (keys,) in database.execute("SELECT keys FROM kept WHERE pinned"):
                 found.update(_parted(keys))
     return found
@@ -167,6 +167,15 @@ def _opened(path: Path, *, change: bool = False) -> Iterator[sqlite3.Connection]
             with suppress(sqlite3.Error):
                 database.execute("ROLLBACK")
             raise
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    """Raise `InputError` with the path of the database for an error of the block."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise InputError(f"cannot use the pins in {path} ({error}): remove the file to give them up") from None
 
 
 def _has_rows(path: Path) -> bool:

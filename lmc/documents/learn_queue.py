@@ -54,10 +54,15 @@ class LearnQueue:
         self.under_way: set[Unlearned] = set()  # documents that are being computed; set by the code that computes them
         self._mutex = threading.Lock()
 
-    def add(self, document: Unlearned, *, wanted: bool = False) -> bool:
-        """Queue a document that a prompt has, if there is room. Returns whether it is queued."""
+    def add(self, document: Unlearned, *, wanted: bool = False, again: bool = False) -> bool:
+        """Queue a document that a prompt has, if there is room. Returns whether it is queued.
+
+        One that is learned `again`, because it has been evicted, does not become wanted by coming twice: if memory is
+        too small for all documents, it would be evicted again.
+        """
         with self._mutex:
-            return self._put(document, wanted=self._has_come(document) or wanted)
+            has_come = not again and self._has_come(document)
+            return self._put(document, wanted=wanted or has_come)
 
     def put_back(self, document: Unlearned) -> bool:
         """Queue a document that was taken and not learned. Returns whether it is queued."""

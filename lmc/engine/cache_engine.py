@@ -45,6 +45,7 @@ from lmc.storage.tiers.record import RecordMeta
 
 Part = tuple[torch.Tensor, torch.Tensor]  # keys and values of a chunk's tokens in one layer
 
+LEAST_AGAIN = 0.25  # of an evicted document that a prompt must have, so that the whole document is learned again
 LEAST_PART = 16  # A document that fills a smaller part of its chunk is not worth the memory of a whole one.
 SHORTER = 8  # A document that is given as a text may lack its first and its last word, of at most this many tokens.
 
@@ -207,13 +208,17 @@ class CacheEngine:
     ) -> tuple[Unlearned, ...]:
         """Queue documents to be learned, each once, and not more of them than memory holds.
 
-        A known document of which the prompt has a part is learned whole, unless it has been removed. Documents that are
-        not `wanted` are learned when the engine is idle, if they are not too short. Returns the queued documents.
+        A known document is learned whole if the prompt has `LEAST_AGAIN` of it, unless it has been removed. Documents
+        that are not `wanted` are learned when the engine is idle, if they are not too short. Returns the queued ones.
         """
-        wished = (one for one in documents if one.known is None or not one.known.removed)
-        worth = (one for one in wished if wanted or one.tokens >= self.least_tokens)
-        new = [self.unlearned(prompt, document, salt, name) for document in worth]
-        return tuple(document for document in new if self.learning.add(document, wanted=wanted))
+        found, new = Counter[Unlearned](), dict[Unlearned, bool]()  # tokens in the prompt; whether it was known
+        for one in documents:
+            if wanted or one.tokens >= self.least_tokens:
+                document = self.unlearned(prompt, one, salt, name)
+                found[document] += len(one.span)
+                if one.known is None or (not one.known.removed and found[document] >= LEAST_AGAIN * one.tokens):
+                    new[document] = one.known is not None
+        return tuple(one for one, again in new.items() if self.learning.add(one, wanted=wanted, again=again))
 
     def share_learning(self, has_time: Callable[[], bool]) -> None:
         """Share the queue with the other engines of a cache server, and learn their documents while `has_time()`.

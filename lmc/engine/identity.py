@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -96,9 +97,19 @@ def adapter_stamp(path: str) -> bytes:
     """
     try:
         files = sorted(file for pattern in ADAPTER for file in Path(path).iterdir() if file.match(pattern))
-        return bytes.fromhex(identity_of_files(files, (path,)))
+        return _stamp_of(path, tuple((str(file), *_stamp(file.stat())) for file in files))
     except OSError:  # The id of an adapter on a hub: no later process finds its chunks.
         return os.urandom(32)
+
+
+@lru_cache(maxsize=1024)
+def _stamp_of(path: str, files: tuple[tuple[str, int, int, int], ...]) -> bytes:
+    """Return the stamp of an adapter. Some versions of vLLM want it for each request, and reading it takes a second."""
+    return bytes.fromhex(identity_of_files([Path(name) for name, *_ in files], (path,)))
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _remembered() -> dict[str, list[object]]:
@@ -121,7 +132,7 @@ def _entry(file: Path, remembered: Mapping[str, list[object]]) -> tuple[str, lis
     """Return a file's path, and its size, times and digest. The path is empty if the digest must not be remembered."""
     path = str(file.resolve())
     status = os.stat(path)
-    stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    stamp = list(_stamp(status))
     known = remembered.get(path)
     if isinstance(known, list) and known[:-1] == stamp:
         return path, known

@@ -20,12 +20,13 @@ from dataclasses import dataclass, replace
 from lmc.errors import CorruptRecord
 from lmc.keys import ChunkKey
 from lmc.storage.secret_keys import TAG, DerivedKey, SecretKey, SecretKeys
-from lmc.storage.tiers.record import NO_CODEC, RecordMeta, removed_if_corrupt, scratch, split_parts
+from lmc.storage.tiers.record import HEADER_LIMIT, NO_CODEC, RecordMeta, removed_if_corrupt, scratch, split_parts
 from lmc.storage.tiers.tier import RecordReader, Tier, Wrapped, Written, is_local
 
 log = logging.getLogger(__name__)
 
 NAME = "aes256gcm"  # of the codec
+LABEL_LIMIT = HEADER_LIMIT * 3 // 4  # characters; the rest of a header is for the sizes and checksums of parts
 AS_IS = "surrogatepass"  # A label may have the name of a file in another encoding.
 UNREADABLE_KEYS = 100_000  # that a tier remembers
 
@@ -75,7 +76,9 @@ class Encrypted(Wrapped):
             self._unreadable.discard(meta.key)
         if self.inner.contains([meta.key])[0]:
             return Written.PRESENT
-        return self.inner.write(*encrypt_record(meta, parts, key))
+        encrypted, parts = encrypt_record(meta, parts, key)
+        # The label of a document of hundreds of thousands of tokens may not fit any more.
+        return self.inner.write(encrypted, parts) if len(encrypted.label) <= LABEL_LIMIT else Written.REFUSED
 
     def headers(self) -> Iterator[tuple[RecordMeta, float]]:
         """See `LocalTier.headers`. A label that cannot be decrypted is empty."""

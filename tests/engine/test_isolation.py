@@ -188,3 +188,20 @@ def test_logprobs_of_the_prompt_are_computed_not_loaded(lab):
     for out in found:
         assert out.prompt_logprobs[1:] == wanted.prompt_logprobs[1:]
         assert agree(out, wanted)
+
+
+def test_a_reset_between_the_end_of_a_blend_and_its_first_step_leaves_its_blocks_approximate(lab, has_prefix_cache):
+    """The hashes of the request became exact, and the engine cached approximate blocks under them."""
+    wanted = lab.vanilla(PROMPT.tokens)
+    relearn(lab)
+    steps = Steps(lab)
+    steps.add(PROMPT.tokens, PROMPT.blend(strategy="none"), 8)
+
+    def arrived() -> bool:
+        return any(one.salts and not (one.loading or one.scheduled) for one in lab.lmc._states.values())
+
+    steps.until(arrived)
+    lab.scheduler.reset_prefix_cache(reset_connector=True)
+    steps.run()
+    plain = lab.ask(PROMPT.tokens, {"blend": False})
+    assert agree(plain, wanted)

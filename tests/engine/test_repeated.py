@@ -99,19 +99,6 @@ def test_repeated_text_that_was_evicted_is_learned_again(lab, texts, encode):
     lab.check()
 
 
-def test_repeated_text_that_was_evicted_waits_for_time_to_learn_it(lab, texts, encode, monkeypatch):
-    for beginning in (5, 6):
-        ask(lab, encode(prompt(texts, (1, 2, 3), beginning)))
-    engine = lab.lmc.engine
-    for document in engine.known.list():
-        for key in document.keys:
-            engine.store.forget(key)
-    monkeypatch.setattr("lmc.connectors.vllm.scheduler.repeated.MAX_SECONDS", 0.0)
-    before = counted(lab)
-    ask(lab, encode(prompt(texts, (1, 2, 3), 8)))
-    assert gained(lab, before) == [0, 0, 0]
-
-
 def test_a_tenant_learns_nothing_from_the_prompts_of_another(lab, texts, encode):
     before = counted(lab)
     for beginning, salt in ((5, "one"), (6, "other"), (7, None)):

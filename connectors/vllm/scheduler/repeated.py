@@ -6,7 +6,6 @@ third prompt reuses it. Learning may take `SHARE` of the time, so that it never 
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
 
 from lmc.connectors.vllm.scheduler.kv_groups import KVGroups
 from lmc.connectors.vllm.scheduler.request_state import RequestState
@@ -62,11 +61,6 @@ class RepeatedTexts:
             if self._may_learn(len(span)):
                 new = DocumentMatch(span=span, pieces=())
                 self._counts["repeated_documents"] += len(self._engine.learn_later(prompt, [new], state.salt, NAME))
-
-    def without_costly(self, documents: Sequence[DocumentMatch]) -> list[DocumentMatch]:
-        """Return documents to learn, without repeated ones that were evicted and that there is no time to learn."""
-        repeated = (self.on and one.known is not None and one.known.name == NAME for one in documents)
-        return [one for one, again in zip(documents, repeated, strict=True) if not again or self._may_learn(one.tokens)]
 
     def reused(self, state: RequestState, plan: Plan) -> None:
         """Count the tokens that a plan reuses because they were repeated."""

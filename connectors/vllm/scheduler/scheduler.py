@@ -318,8 +318,7 @@ class Scheduler:
             if len(fitting) < len(state.unknown) and state.role is not Role.LEARN:
                 longest = max(one.tokens for one in state.unknown)
                 state.add_note(f"a document of {longest} tokens is too long to be learned by this engine")
-            new = self._repeated.without_costly(fitting)
-            self.engine.learn_later(request.prompt_token_ids, new, state.salt)
+            self.engine.learn_later(request.prompt_token_ids, fitting, state.salt)
             self._repeated.ended(state)
         if state.role is Role.BLEND:
             self.counts["blends_continued"] += state.continued > 0
@@ -490,8 +489,10 @@ class Scheduler:
         self.off = True
         self.engine.learning.clear()
         self._backfill.cancel()
-        for request in list(self._states):
-            if not self._states[request].loading:
+        for request, state in list(self._states.items()):
+            if not state.given_up:  # Otherwise the engine may have looked for its blocks already.
+                self._follow_ups.restore_hashes(state)
+            if not state.loading:
                 self.abandon(request)
 
     def reset(self) -> None:
@@ -507,7 +508,8 @@ class Scheduler:
             state.approximate = 0  # Tokens that the request still computes depend on old KV.
             state.revision = None
             self._follow_ups.restore_hashes(state)
-            if state.salts and not (state.loading or state.scheduled):  # It was to continue an earlier blend.
+            # The salts are of an earlier blend, unless its own blend has arrived and the engine is about to cache it.
+            if state.salts and not (state.loading or state.scheduled or state.request.num_computed_tokens):
                 set_hashes(state.request, state.exact_hashes)
                 state.salts, state.continues, state.continued = (), None, 0
             # The keys of its documents belong to the old weights.

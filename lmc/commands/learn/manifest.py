@@ -36,7 +36,7 @@ class Manifest:
         """
         self.path = path
         self._forgotten = set[str]()  # documents that are to be learned again
-        with self._writing():
+        with self._using():
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("ab+") as file:
                 file.seek(0)
@@ -47,7 +47,7 @@ class Manifest:
                 # A commit survives a killed process. After a power failure, a few documents are learned again.
                 self._database.execute("PRAGMA synchronous = NORMAL")
                 if not beginning:
-                    self._database.executescript(f"BEGIN; {TABLE}; PRAGMA user_version = {VERSION}; COMMIT")
+                    self._database.executescript(f"BEGIN IMMEDIATE; {TABLE}; PRAGMA user_version = {VERSION}; COMMIT")
                 elif self._database.execute("PRAGMA user_version").fetchone() != (VERSION,):
                     raise InputError(f"{path} is not a manifest of lmc learn; {OTHER_FILE}")
             except BaseException:
@@ -77,7 +77,7 @@ class Manifest:
     def add(self, document: Document, ids: Sequence[str]) -> None:
         """Record a text as stored, as the documents with these ids. Raises `InputError` if this fails."""
         forgotten, row = [(name,) for name in self._forgotten], (document.id, document.digest, json.dumps(list(ids)))
-        with self._writing():
+        with self._using():
             self._database.execute("BEGIN IMMEDIATE")
             try:
                 self._database.executemany("DELETE FROM learned WHERE id = ?", forgotten)
@@ -90,15 +90,16 @@ class Manifest:
         self._forgotten.clear()
 
     def _row(self, document: Document) -> tuple[str, str] | None:
-        found = self._database.execute("SELECT digest, documents FROM learned WHERE id = ?", (document.id,))
-        row: tuple[str, str] | None = found.fetchone()
-        return row
+        with self._using():
+            found = self._database.execute("SELECT digest, documents FROM learned WHERE id = ?", (document.id,))
+            row: tuple[str, str] | None = found.fetchone()
+            return row
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Raise `InputError` with the name of the file for an error of the block, which writes it."""
+    def _using(self) -> Iterator[None]:
+        """Raise `InputError` with the name of the file for an error of the block, which reads or writes it."""
         try:
             with writing(f"the manifest {self.path}", OTHER_FILE):
                 yield
         except sqlite3.Error as error:
-            raise InputError(f"cannot write the manifest {self.path}: {error}; {OTHER_FILE}") from None
+            raise InputError(f"cannot use the manifest {self.path}: {error}; {OTHER_FILE}") from None
