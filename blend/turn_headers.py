@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import numpy as np
-
 from lmc.keys import common_prefix
 
 LONG = 4096  # tokens from which on numpy is faster than a loop
@@ -119,6 +117,8 @@ def occurrences(tokens: Tokens, variants: Variants) -> Iterator[tuple[int, tuple
 def positions_of(tokens: Tokens, wanted: Collection[int]) -> list[int]:
     """Return the positions of the `wanted` tokens. In a long array, a search takes a tenth of the time."""
     if isinstance(tokens, array) and len(tokens) >= LONG:
+        import numpy as np  # The router's policies need nothing heavy.
+
         found: list[int] = np.flatnonzero(np.isin(np.frombuffer(tokens, np.uint32), list(wanted))).tolist()
         return found
     return [at for at, token in enumerate(tokens) if token in wanted]
