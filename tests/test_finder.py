@@ -271,3 +271,26 @@ def test_tenants_without_documents_take_no_memory(monkeypatch):
     assert len(made) == 1
     known.remove(known.list(), "by a user")
     assert not known._finders
+
+
+def test_versions_without_blocks_of_their_own_are_removed_and_their_places_used_again():
+    """More versions of a text than a block is kept for. No search for their places looks at those of all documents."""
+    dice, (text,) = random.Random(14), texts(random.Random(15), 1)
+    versions = [Text.of([*text.tokens[:-1], number]) for number in range(8)]
+    finder, others = DocumentFinder(), texts(dice, 50)
+    finder.insert(others)
+    assert finder.insert(versions) == versions[4:]
+    finder.remove(versions[0])
+    assert [finder.has_room_for_more_of(one) for one in (versions[1], versions[7], others[0])] == [False, True, False]
+    finder.remove(versions[7])
+    assert finder.insert([versions[7]]) == []
+    for one in versions[1:]:
+        finder.remove(one)
+    assert (len(finder), places(finder, text.tokens)) == (50, [])
+    size = finder.bytes
+    for _ in range(3):
+        finder.insert(versions)
+        for one in versions:
+            finder.remove(one)
+    assert (finder.bytes, len(finder)) == (size, 50)
+    assert all(places(finder, one.tokens) == [(0, one, 0, 400)] for one in others)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from lmc.documents.finder import DocumentFinder
 from lmc.documents.known import KnownDocument, KnownDocuments, known_bytes, pack_tokens, unpack_tokens
 from lmc.documents.table import DocumentTable, Filter, Use
 from lmc.keys import document_keys
@@ -16,6 +17,16 @@ NAMESPACE = b"n" * 32
 
 def note(known: KnownDocuments, tokens: list[int], *, used: bool = False, namespace: bytes = NAMESPACE) -> None:
     known.note(namespace, tokens, document_keys(namespace, tokens, 4), used=used)
+
+
+def known_as(known: KnownDocuments, tokens: list[int]) -> KnownDocument:
+    document = known.get(document_keys(NAMESPACE, tokens, 4)[-1].hex())
+    assert document is not None
+    return document
+
+
+def found(known: KnownDocuments, prompt: list[int]) -> list[list[int]]:
+    return [run.document.tokens.tolist() for run in known.find(NAMESPACE, [5, *prompt, 6], 64)]
 
 
 def first_tokens(documents: Iterable[KnownDocument]) -> list[int]:
@@ -185,3 +196,83 @@ def test_the_nearest_document_has_most_tokens_in_common_also_if_it_has_no_run(fi
     nearest = known.nearest(scattered, NAMESPACE)
     assert nearest is not None
     assert nearest.tokens[0] == 800
+
+
+def test_a_version_whose_blocks_others_had_is_found_once_they_are_removed_and_it_is_learned_again() -> None:
+    """A block is kept for four documents, and the last version had no block of its own."""
+    known, body = KnownDocuments(finds=True), list(range(1000, 1500))
+    versions = [[*body, 9000 + number] for number in range(6)]
+    for tokens in versions:
+        note(known, tokens)
+    known.prepare()
+    for tokens in versions[:5]:
+        known.remove([known_as(known, tokens)], "by somebody")
+    assert found(known, versions[5]) == []
+    note(known, versions[5])
+    assert found(known, versions[5]) == [versions[5]]
+    known.remove([known_as(known, versions[5])], "by somebody")
+    assert found(known, versions[5]) == []
+
+
+def test_a_part_whose_block_others_had_is_found_once_they_are_removed_and_its_document_is_learned_again() -> None:
+    """Each document has blocks of its own, too."""
+    known, part = KnownDocuments(finds=True), list(range(1000, 1200))
+    documents = [[*part, *range(start, start + 200)] for start in range(2000, 8000, 1000)]
+    for tokens in documents:
+        note(known, tokens)
+    known.prepare()
+    for tokens in documents[:5]:
+        known.remove([known_as(known, tokens)], "by somebody")
+    assert found(known, part) == []
+    note(known, documents[5])
+    assert found(known, part) == [documents[5]]
+    assert found(known, documents[5][150:]) == [documents[5]]
+
+
+def test_the_finder_is_not_searched_for_a_document_that_was_removed_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    removed, remove = list[list[int]](), DocumentFinder.remove
+    monkeypatch.setattr(
+        DocumentFinder, "remove", lambda self, one: removed.append(one.tokens.tolist()) or remove(self, one)
+    )
+    known = KnownDocuments(finds=True, max_bytes=2.5 * known_bytes(40, 10))
+    documents = [list(range(start, start + 40)) for start in range(0, 400, 40)]
+    note(known, documents[0])
+    known.remove(known.list(), "by somebody")
+    for tokens in documents[1:4]:
+        note(known, tokens)
+    assert {one.tokens[0] for one in known.list()} == {80, 120}
+    assert removed == documents[:2], "each once: the first when it was removed, the second when it was forgotten"
+
+
+def test_chunks_are_unused_if_no_document_has_them_that_was_not_removed() -> None:
+    known = KnownDocuments()
+    short, long, other = [1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9]
+    for tokens in (short, long, other, [7, 8, 9]):
+        note(known, tokens)
+    note(known, long, namespace=b"m" * 32)
+    gone = [known_as(known, tokens) for tokens in (long, other)]
+    assert known.unused(gone) == set()
+    known.remove(gone, "by somebody")
+    assert known.unused(gone) == {gone[0].keys[1], gone[1].keys[1]}
+    known.remove([known_as(known, short)], "by somebody")
+    assert known.unused(gone) == {*gone[0].keys, *gone[1].keys}
+    note(known, other)
+    assert known.unused(gone) == {gone[0].keys[1]}
+
+
+def test_only_documents_that_share_chunks_are_looked_at_to_find_which_are_unused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise the time of a removal would tell a tenant how many documents others have."""
+    known, looked = KnownDocuments(max_bytes=20 * known_bytes(8, 2)), list[int]()
+
+    def removed(document: KnownDocument) -> str:
+        looked.append(document.tokens[0])
+        return "by somebody"
+
+    for start in range(0, 400, 10):
+        note(known, list(range(start, start + 8)))
+    (one,) = (document for document in known.list() if document.tokens[0] == 390)
+    monkeypatch.setattr(KnownDocument, "removed", property(removed))
+    assert known.unused([one]) == set(one.keys)
+    assert looked == [390]

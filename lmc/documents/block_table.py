@@ -40,8 +40,8 @@ class BlockTable:
         """Number of bytes that the table takes."""
         return sum(table.bytes for table in self._tables())
 
-    def insert(self, hashes: Array, numbers: Array) -> None:
-        """Add blocks. At most `MAX_HOLDERS` blocks with the same hash are kept."""
+    def insert(self, hashes: Array, numbers: Array) -> npt.NDArray[np.bool_]:
+        """Add blocks, at most `MAX_HOLDERS` with the same hash. Returns which blocks were added."""
         order = np.argsort(hashes, kind="stable")
         hashes, numbers = hashes[order], numbers[order]
         same, _ = self.find(hashes)
@@ -52,6 +52,9 @@ class BlockTable:
         if self._table.size + len(hashes) > MAX_LOAD * self._table.slots:
             self._grow(len(hashes))
         self._table.place(hashes, numbers)
+        added = np.empty(len(order), np.bool_)
+        added[order] = fits
+        return added
 
     def find(self, hashes: Array) -> tuple[Positions, Array]:
         """Return the blocks with these hashes: indices into `hashes`, and the blocks' numbers."""

@@ -20,7 +20,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from lmc.documents.block_table import Array, BlockTable, Positions
+from lmc.documents.block_table import MAX_HOLDERS, Array, BlockTable, Positions
 
 BLOCK = 16  # tokens of a block
 STRIDE = 32  # tokens from the start of one block to the start of the next
@@ -33,6 +33,7 @@ MIN_RUNS, RUN_TOKENS = 64, 16
 COMPARED_TOKENS = 512  # tokens that are compared first
 PLACE_BLOCKS = 1 << 10  # numbers of blocks of a place
 MAX_PLACES = (1 << 22) - 1
+PLACE_LIST_BYTES = 220  # memory of a list of places, and of its entry in a dictionary
 
 
 class Tokenized(Protocol):
@@ -79,6 +80,9 @@ class DocumentFinder(Generic[D]):
         self._documents: list[D | None] = []  # by place; None for a free place
         self._offsets = np.zeros(64, np.uint32)  # by place: the document's token at which the place begins
         self._free: list[int] = []  # places
+        # Places by the `id()` of a document, for documents that have a place without blocks. The places of all other
+        # documents are found by their blocks.
+        self._places_without_blocks: dict[int, list[int]] = {}
         self._count = 0
 
     def __len__(self) -> int:
@@ -87,44 +91,57 @@ class DocumentFinder(Generic[D]):
     @property
     def bytes(self) -> int:
         """Number of bytes that the finder takes, besides the documents."""
-        return self._blocks.bytes + self._offsets.nbytes + 8 * len(self._documents)
+        places = self._offsets.nbytes + 8 * len(self._documents)
+        return self._blocks.bytes + places + PLACE_LIST_BYTES * len(self._places_without_blocks)
 
-    def insert(self, documents: Collection[D]) -> None:
-        """Add documents, faster together than one by one.
+    def insert(self, documents: Collection[D]) -> list[D]:
+        """Add documents, faster together than one by one. Returns those that lack blocks, because others have them.
 
         Documents of fewer than `WHOLE` tokens are never found, nor those for which no places are left.
         """
         documents = [document for document in documents if len(document.tokens) >= WHOLE]
         if not documents or len(self._documents) + len(documents) > MAX_PLACES:
-            return
+            return []
         hashes, good, counts = self._blocks_of(documents)
-        firsts = np.empty(len(documents), np.int64)  # indices into `places`
-        places: list[int] = []
-        for i, (document, count) in enumerate(zip(documents, counts.tolist(), strict=True)):
-            firsts[i] = len(places)
-            places += [self._place(document, block) for block in range(0, count, PLACE_BLOCKS)]
+        places = [
+            [self._place(document, block) for block in range(0, count, PLACE_BLOCKS)]
+            for document, count in zip(documents, counts.tolist(), strict=True)
+        ]
+        firsts = np.cumsum([0, *map(len, places)])[:-1]  # indices into all places
         blocks = np.arange(len(hashes)) - np.repeat(np.cumsum(counts) - counts, counts)
-        numbers = np.array(places)[np.repeat(firsts, counts) + blocks // PLACE_BLOCKS] * PLACE_BLOCKS
-        numbers += blocks % PLACE_BLOCKS
-        self._blocks.insert(hashes[good], numbers.astype(np.uint32)[good])
+        numbers = np.concatenate(places)[np.repeat(firsts, counts) + blocks // PLACE_BLOCKS] * PLACE_BLOCKS
+        numbers = (numbers + blocks % PLACE_BLOCKS).astype(np.uint32)[good]
+        added = self._blocks.insert(hashes[good], numbers)
         self._count += len(documents)
+        with_blocks = set((numbers[added] // PLACE_BLOCKS).tolist())
+        for document, of_document in zip(documents, places, strict=True):
+            if not with_blocks.issuperset(of_document):
+                self._places_without_blocks[id(document)] = of_document
+        lacking = np.unique(np.repeat(np.arange(len(documents)), counts)[good][~added])
+        return [documents[i] for i in lacking.tolist()]
 
     def remove(self, document: D) -> None:
         """Remove a document. An unknown document is ignored."""
         if len(document.tokens) < WHOLE:
             return
-        hashes, _, (count,) = self._blocks_of([document])
+        hashes, _, _ = self._blocks_of([document])
         _, numbers = self._blocks.find(hashes)
-        likely = np.unique(numbers // PLACE_BLOCKS).tolist()
-        places = [place for place in likely if self._documents[place] is document]
-        if len(places) < -(-count // PLACE_BLOCKS):  # Its blocks may be periodic, or of more than `MAX_HOLDERS`.
-            places = [place for place, other in enumerate(self._documents) if other is document]
-        if places:
+        if places := self._places_of(document, numbers):
             self._blocks.remove(hashes, lambda found: np.isin(found // PLACE_BLOCKS, places))
             for place in places:
                 self._documents[place] = None
             self._free += places
             self._count -= 1
+            self._places_without_blocks.pop(id(document), None)
+
+    def has_room_for_more_of(self, document: D) -> bool:
+        """Return whether an insertion would add blocks that a document lacks, because others that had them are gone."""
+        hashes, good, _ = self._blocks_of([document])
+        hashes = hashes[good]
+        at, numbers = self._blocks.find(hashes)
+        is_own = np.isin(numbers // PLACE_BLOCKS, self._places_of(document, numbers))
+        own, holders = (np.bincount(of, minlength=len(hashes)) for of in (at[is_own], at))
+        return bool(((own == 0) & (holders < MAX_HOLDERS)).any())
 
     def find(self, tokens: Sequence[int], min_run: int = 2 * WHOLE) -> list[FoundRun[D]]:
         """Return the runs of documents in a prompt, in its order. Runs do not overlap.
@@ -158,6 +175,14 @@ class DocumentFinder(Generic[D]):
             last, end, left = number, run.at + run.tokens, left - 1
         runs.sort(key=lambda run: (-run.tokens, -self._used(run.document)))
         return _without_overlaps(runs, len(prompt), min_run)
+
+    def _places_of(self, document: D, numbers: Array) -> list[int]:
+        """Return the places of a document, given the `numbers` of its blocks; none for an unknown document."""
+        places = self._places_without_blocks.get(id(document))
+        if places is None:
+            likely = np.unique(numbers // PLACE_BLOCKS).tolist()
+            places = [place for place in likely if self._documents[place] is document]
+        return places
 
     def _place(self, document: D, block: int) -> int:
         """Return a free place for a document's blocks from `block` on."""

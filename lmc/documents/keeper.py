@@ -188,7 +188,7 @@ class Keeper(DocumentKeeper):
                 self._unqueue(document)
                 document.expires = 0.0
             # Versions of a text begin with the same chunks.
-            for key in self._known.unused(key for document in documents for key in document.keys):
+            for key in self._known.unused(documents):
                 self._store.forget(key)
             self._note(documents)
 
@@ -214,8 +214,9 @@ class Keeper(DocumentKeeper):
             except TimeoutError:
                 timed_out = True
             with self.moving:
-                removed = [key for key in batch if owners[key].removed]  # `spread` may have written them again.
-                for key in self._known.unused(removed) if removed else ():
+                # `spread` may have written chunks of removed documents again.
+                removed = {owners[key].id: owners[key] for key in batch if owners[key].removed}
+                for key in self._known.unused(removed.values()):
                     self._store.forget(key, wait=False)
                 for document in {owners[key].id: owners[key] for key in missing}.values():
                     if document.pinned:

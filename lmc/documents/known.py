@@ -20,6 +20,7 @@ from string import hexdigits
 import numpy as np
 
 from lmc.background import Background
+from lmc.documents.by_chunk import DocumentsByChunk
 from lmc.documents.finder import WHOLE, DocumentFinder, FoundRun
 from lmc.documents.table import ALL, DocumentTable, Filter, Use
 from lmc.keys import ChunkKey, chunk_bounds
@@ -58,6 +59,7 @@ class KnownDocument:
     pinned: bool = False  # Only the keeper sets `pinned` and `expires`.
     expires: float = 0.0  # when it expires, in seconds since 1970; 0 for never
     row: int = field(default=-1, repr=False)  # see `DocumentTable`
+    lacks_blocks: bool = field(default=False, repr=False)  # whether the finder could not take all of its blocks
 
     @property
     def id(self) -> str:
@@ -94,6 +96,7 @@ class KnownDocuments:
         self._background = background or Background()
         self._documents: dict[ChunkKey, KnownDocument] = {}  # by their last key
         self._by_tenant: dict[str, dict[ChunkKey, KnownDocument]] = {}
+        self._by_first = DocumentsByChunk[KnownDocument]()  # by their first chunk
         self._table = DocumentTable[KnownDocument]()
         self._bytes, self._max_bytes = 0, max_bytes
         self._allowed_bytes = max_bytes  # more than `max_bytes` if kept documents take more
@@ -117,9 +120,10 @@ class KnownDocuments:
     ) -> KnownDocument:
         """Record that a document was learned, or `used` by a prompt, and return it. One without a name gets `name`."""
         with self._mutex:
+            was_known = keys[-1] in self._documents
             document = self._noted(namespace, tokens, keys, name, model, tenant)
-            if document.removed and self._finds:
-                self._new[namespace].append(document)
+            if was_known and self._finds:
+                self._find_again(document)
             document.uses, document.used, document.removed = document.uses + used, time.time(), ""
             self._table.update(document)
             self._forget_oldest(document)
@@ -170,12 +174,18 @@ class KnownDocuments:
                     if self._documents.get(document.keys[-1]) is document:
                         self._table.update(document)
 
-    def unused(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
-        """Return which of these chunks belong to no document, except to removed ones."""
-        unused = set(keys)
-        for document in self.list():
-            if not document.removed:
-                unused.difference_update(document.keys)
+    def unused(self, documents: Iterable[KnownDocument]) -> set[ChunkKey]:
+        """Return which chunks of these documents belong to no document, except to removed ones.
+
+        Documents that share a chunk share the first one, too, so other documents are not looked at.
+        """
+        documents = list(documents)
+        unused = {key for document in documents for key in document.keys}
+        with self._mutex:
+            for first in {document.keys[0] for document in documents}:
+                for document in self._by_first.of(first):
+                    if not document.removed:
+                        unused.difference_update(document.keys)
         return unused
 
     def clear(self) -> None:
@@ -183,6 +193,7 @@ class KnownDocuments:
         with self._mutex:
             self._documents.clear()
             self._by_tenant.clear()
+            self._by_first = DocumentsByChunk()
             self._table = DocumentTable()
             self._oldest.clear()
             self._finders.clear()
@@ -317,6 +328,7 @@ class KnownDocuments:
         if document is None:
             document = KnownDocument(namespace, array("I", tokens), tuple(keys), model=model, tenant=tenant)
             self._documents[keys[-1]] = self._by_tenant.setdefault(tenant, {})[keys[-1]] = document
+            self._by_first.add(keys[0], document)
             self._table.add(document)
             self._bytes += document.memory
             if self._finds:
@@ -351,9 +363,11 @@ class KnownDocuments:
         del self._documents[key], self._by_tenant[document.tenant][key]
         if not self._by_tenant[document.tenant]:
             del self._by_tenant[document.tenant]
+        self._by_first.discard(document.keys[0], document)
         self._table.discard(document)
         self._bytes -= document.memory
-        self._no_longer_find(document)
+        if not document.removed:
+            self._no_longer_find(document)
         self._note_too_many()
 
     def _note_too_many(self) -> None:
@@ -364,6 +378,15 @@ class KnownDocuments:
                 "prompts any more; to know more, raise max_document_index_size",
                 self._max_bytes / GIB,
             )
+
+    def _find_again(self, document: KnownDocument) -> None:
+        """Insert a document into its finder again, if it was removed or if the finder can take more of its blocks."""
+        if not document.removed:
+            finder = self._finder(document.namespace)
+            if not document.lacks_blocks or not finder.has_room_for_more_of(document):
+                return
+            self._no_longer_find(document)
+        self._new[document.namespace].append(document)
 
     def _no_longer_find(self, document: KnownDocument) -> None:
         """Remove a document from its finder. Tenants without documents have no finder."""
@@ -378,7 +401,11 @@ class KnownDocuments:
         finder = self._finders.get(namespace)
         if finder is None:
             finder = self._finders[namespace] = DocumentFinder(lambda document: document.used)
-        finder.insert(self._new.pop(namespace, ()))
+        new = self._new.pop(namespace, ())
+        for document in new:
+            document.lacks_blocks = False
+        for document in finder.insert(new):
+            document.lacks_blocks = True
         return finder
 
 
