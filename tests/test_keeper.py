@@ -24,7 +24,7 @@ from lmc.documents.admin import DocumentAdmin
 from lmc.documents.kept import FILE, VERSION, KeptDocuments, forget_kept, pinned_keys
 from lmc.documents.known import known_bytes, pack_tokens
 from lmc.engine import CacheEngine
-from lmc.errors import InputError
+from lmc.errors import InputError, NotFound
 from lmc.keys import Namespace, RecordKind
 from lmc.open_store import open_store
 from lmc.shapes import GIB, KVShape
@@ -199,6 +199,106 @@ def test_a_document_goes_when_its_time_is_over_pinned_or_not(tmp_path, monkeypat
         assert known(engine, A).removed
     with closing(engine_of(tmp_path)) as engine:
         assert [list(one.tokens) for one in engine.known.list() if one.kept] == []
+
+
+def during_the_first_removal(engine, monkeypatch, act):
+    """Call `act` once, when a chunk of the first document is being removed."""
+    forget, called = engine.store.forget, []
+
+    def forget_and_act(key, **options):
+        if not called:
+            called.append(key)
+            act()
+        forget(key, **options)
+
+    monkeypatch.setattr(engine.store, "forget", forget_and_act)
+
+
+def test_a_document_whose_time_limit_is_lifted_while_others_are_removed_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(keeper, "MAX_REMOVED_CHUNKS", 2)
+    with closing(engine_of(tmp_path)) as engine:
+        documents = [learn(engine, A), learn(engine, B), learn(engine, C)]
+        engine.keeper.expire(documents, 1e-6)
+
+        def change():
+            engine.keeper.expire(documents[1:2], None)
+            engine.keeper.expire(documents[2:], 3600)
+
+        during_the_first_removal(engine, monkeypatch, change)
+        engine.keeper.remove_expired()
+        assert [bool(document.removed) for document in documents] == [True, False, False]
+        assert places(engine, A) == [None, None]
+        assert all(places(engine, B) + places(engine, C))
+
+
+def test_documents_that_are_forgotten_while_others_expire_are_not_removed(tmp_path, monkeypatch):
+    """After new weights, their keys belong to no document of this engine."""
+    monkeypatch.setattr(keeper, "MAX_REMOVED_CHUNKS", 2)
+    with closing(engine_of(tmp_path)) as engine:
+        documents = [learn(engine, A), learn(engine, B)]
+        engine.keeper.expire(documents, 1e-6)
+        during_the_first_removal(engine, monkeypatch, engine.begin_anew)
+        engine.keeper.remove_expired()
+        assert [bool(document.removed) for document in documents] == [True, False]
+
+
+def test_a_time_limit_of_a_document_that_was_removed_meanwhile_is_not_changed(tmp_path, monkeypatch):
+    with closing(engine_of(tmp_path)) as engine:
+        admin = DocumentAdmin(lambda: [engine], lambda tokens, model: "", engine.background)
+        documents, expire = [learn(engine, A, name="a"), learn(engine, B, name="b")], engine.keeper.expire
+
+        def expire_late(changed, seconds):
+            engine.keeper.remove(changed)
+            expire(changed, seconds)
+
+        monkeypatch.setattr(engine.keeper, "expire", expire_late)
+        for limit in (None, 3600):
+            learn(engine, A)
+            with pytest.raises(NotFound, match="document 'a' was removed"):
+                admin.change("a", {"ttl": limit})
+            assert not documents[0].kept
+        assert {row.id for row in KeptDocuments(tmp_path / "disk").read()} == set()
+
+
+@pytest.mark.parametrize("expire", [False, True])
+def test_other_threads_do_not_wait_until_many_documents_are_removed(tmp_path, monkeypatch, expire):
+    monkeypatch.setattr(keeper, "MAX_REMOVED_CHUNKS", 4)
+    sleep, left = time.sleep, []
+    with closing(engine_of(tmp_path)) as engine:
+        documents = [learn(engine, tokens) for tokens in (A, B, C, D)]
+
+        def wait_for_moving():
+            with engine.keeper.moving:
+                left.append([bool(document.removed) for document in documents])
+
+        def pause(seconds):
+            if seconds == keeper.PAUSE_SECONDS:
+                thread = threading.Thread(target=wait_for_moving)
+                thread.start()
+                thread.join(30)
+            sleep(seconds)
+
+        monkeypatch.setattr(keeper.time, "sleep", pause)
+        if expire:
+            engine.keeper.expire(documents, 1e-6)
+            engine.keeper.remove_expired()
+        else:
+            engine.keeper.remove(documents)
+        assert left == [[True, True, False, False]]
+        assert all(document.removed for document in documents)
+
+
+def test_a_document_that_is_learned_again_while_it_is_removed_is_removed(tmp_path, monkeypatch):
+    with closing(engine_of(tmp_path)) as engine:
+        document = learn(engine, A)
+
+        def learn_again():
+            engine.store.forget(document.keys[-1])
+            learn(engine, A)
+
+        during_the_first_removal(engine, monkeypatch, learn_again)
+        engine.keeper.remove([document])
+        assert (places(engine, A), bool(document.removed)) == ([None, None], True)
 
 
 def test_the_thread_removes_what_is_over(monkeypatch):

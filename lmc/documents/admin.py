@@ -113,7 +113,9 @@ class DocumentAdmin:
                 for document in documents:
                     source.known.rename(document, title)
                 source.keeper.renamed(documents)
-        return {"documents": [self._described(match) for match in matches]}
+        if not (changed := self._matches(match.known for match in matches)):
+            raise NotFound(f"document {name!r} was removed in the meantime")
+        return {"documents": [self._described(match) for match in changed]}
 
     def remove(self, name: str, tenant: str | None = None) -> Facts:
         """Remove documents from all tiers. Raises `InputError` as `show` does."""

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from lmc.config.sources import checks_integrity
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 EXPIRY_SECONDS = 1.0  # interval between two checks for expired documents
 RESTORE_SECONDS = 60.0  # interval between two checks for pinned documents that a tier has lost, and of integrity
 MAX_LOGGED_FAULTS = 10
+MAX_REMOVED_CHUNKS = 128  # chunks of the documents that are removed at once
+PAUSE_SECONDS = 1e-3  # between two batches of documents that are removed
 RESTORED_CHUNKS = 8  # chunks per request to a tier
 
 
@@ -171,34 +173,33 @@ class Keeper(DocumentKeeper):
 
     def expire(self, documents: Sequence[KnownDocument], seconds: float | None) -> None:
         """Set documents to expire in `seconds`, pinned or not. None removes the time limit."""
-        with self._mutex:
-            for document in documents:
-                document.expires = time.time() + seconds if seconds is not None else 0.0
-        self._note(documents)
+        with self.moving:
+            documents = [document for document in documents if not document.removed]
+            with self._mutex:
+                for document in documents:
+                    document.expires = time.time() + seconds if seconds is not None else 0.0
+            self._note(documents)
 
     def remove(self, documents: Sequence[KnownDocument]) -> None:
         """Remove documents from memory, from all tiers, and from the queue of documents to learn."""
-        self._remove(documents, REMOVED_BY_USER)
-
-    def _remove(self, documents: Sequence[KnownDocument], reason: str) -> None:
-        with self.moving:
-            self._unpin(documents)
-            self._known.remove(documents, reason)
-            for document in documents:
-                self._unqueue(document)
-                document.expires = 0.0
-            # Versions of a text begin with the same chunks.
-            for key in self._known.unused(documents):
-                self._store.forget(key)
-            self._note(documents)
+        for batch in _batches(documents):
+            with self.moving:
+                self._remove(batch, REMOVED_BY_USER)
 
     def remove_expired(self) -> None:
         """Remove the expired documents."""
-        now = time.time()
-        expired = [document for document in self._all() if 0 < document.expires <= now]
-        if expired:
-            self._remove(expired, "its time limit expired")
-            log.info("removed %d expired documents", len(expired))
+        now, count = time.time(), 0
+        for batch in _batches([document for document in self._all() if 0 < document.expires <= now]):
+            if self._ended.is_set():
+                break
+            with self.moving:  # The time limits of some may have been changed since, or all have been forgotten.
+                with self._mutex:
+                    kept = [document for document in batch if self._kept.get(document.id) is document]
+                expired = [document for document in kept if 0 < document.expires <= now]
+                self._remove(expired, "its time limit expired")
+            count += len(expired)
+        if count:
+            log.info("removed %d expired documents", count)
 
     def restore(self) -> None:
         """Restore pinned documents to tiers that have lost them. Queue those in no tier to be computed again."""
@@ -257,6 +258,21 @@ class Keeper(DocumentKeeper):
         self._write_rest()
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _remove(self, documents: Sequence[KnownDocument], reason: str) -> None:
+        """Remove documents. The caller holds `moving`."""
+        self._unpin(documents)
+        remaining = documents
+        while remaining:
+            self._known.remove(remaining, reason)
+            for document in remaining:
+                self._unqueue(document)
+                document.expires = 0.0
+            for key in self._known.unused(remaining):  # Versions of a text begin with the same chunks.
+                self._store.forget(key)
+            # An engine may have learned some of them again before all of their chunks were removed.
+            remaining = [document for document in documents if not document.removed]
+        self._note(documents)
 
     def _all(self) -> list[KnownDocument]:
         with self._mutex:
@@ -346,6 +362,24 @@ class Keeper(DocumentKeeper):
                 arguments = weakref.ref(self), self._ended
                 self._thread = threading.Thread(target=_check_documents, args=arguments, name="lmc-keeper", daemon=True)
                 self._thread.start()
+
+
+def _batches(documents: Sequence[KnownDocument]) -> Iterator[list[KnownDocument]]:
+    """Yield documents in batches of up to `MAX_REMOVED_CHUNKS` chunks, or of one document with more.
+
+    The pause between two batches lets other threads acquire `moving`, which a thread that acquires it again at once
+    would not.
+    """
+    batch, chunks = list[KnownDocument](), 0
+    for document in documents:
+        if batch and chunks + len(document.keys) > MAX_REMOVED_CHUNKS:
+            yield batch
+            time.sleep(PAUSE_SECONDS)
+            batch, chunks = [], 0
+        batch.append(document)
+        chunks += len(document.keys)
+    if batch:
+        yield batch
 
 
 def _check_documents(reference: "weakref.ref[Keeper]", ended: threading.Event) -> None:
