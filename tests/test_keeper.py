@@ -23,6 +23,7 @@ from lmc.documents import keeper, kept
 from lmc.documents.admin import DocumentAdmin
 from lmc.documents.kept import FILE, VERSION, KeptDocuments, forget_kept, pinned_keys
 from lmc.documents.known import known_bytes, pack_tokens
+from lmc.documents.table import Filter
 from lmc.engine import CacheEngine
 from lmc.errors import InputError, NotFound
 from lmc.keys import Namespace, RecordKind
@@ -759,6 +760,25 @@ def test_documents_that_several_arenas_know_are_listed_once(limit):
                 break
         assert listed == [known(one, documents[number]).id for number in (2, 5, 0, 4, 3, 1)]
         assert page["total"] == admin.count() == 6
+
+
+def test_documents_of_several_arenas_are_counted_without_a_look_at_each_of_them(monkeypatch):
+    with closing(engine_of(slots=32, model="m")) as one, closing(engine_of(slots=32, model="n")) as other:
+        for number in range(6):
+            learn(one, [number * 20 + i for i in range(20)], name=f"of one {number}")
+        for number in range(4, 9):
+            learn(other, [number * 20 + i for i in range(20)], name=f"of the other {number}")
+        one.known.remove([known(one, list(range(20)))], "by somebody")
+        admin = DocumentAdmin(lambda: [one, other], lambda tokens, model: "", one.background)
+        assert admin.listed(1, only=Filter(name="of one"))["total"] == 5
+        assert admin.listed(1, only=Filter(name="the other"))["total"] == 5
+        assert admin.listed(1, tenant="")["total"] == 8
+        assert admin.listed(1, tenant="t")["total"] == 0
+        for source in (one, other):
+            monkeypatch.setattr(source.known, "list", Mock(side_effect=AssertionError("all are looked at")))
+        assert admin.listed(1)["total"] == admin.count() == 8
+        assert admin.listed(1, only=Filter(model="n"))["total"] == 5
+        assert DocumentAdmin(list, lambda tokens, model: "", one.background).count() == 0
 
 
 def test_documents_without_a_time_limit_any_more_are_forgotten_as_others_are():

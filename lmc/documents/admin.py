@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from lmc.background import Background
 from lmc.documents.keeper import DocumentKeeper
 from lmc.documents.known import PREVIEW_CHARACTERS, KnownDocument, KnownDocuments
@@ -128,9 +130,10 @@ class DocumentAdmin:
         return {"removed": [match.known.id for match in matches]}
 
     def _count(self, only: Filter, tenant: str | None) -> int:
-        """Return the number of documents that pass a filter, in any source."""
-        documents = chain.from_iterable(source.known.list(tenant) for source in self._sources())
-        return len({document.id for document in self._background.gently(documents) if only.passes(document)})
+        """Return the number of documents that pass a filter, in any source. Several sources may have one document."""
+        ids = np.concatenate([np.empty(0, np.uint64), *(one.known.ids(only, tenant) for one in self._sources())])
+        ids.sort()  # `np.unique` takes a hundred times as long.
+        return int(np.count_nonzero(np.diff(ids))) + bool(len(ids))
 
     def _copies(self, name: str) -> list[KnownDocument]:
         """Return what the sources know of the document with this id."""

@@ -22,7 +22,7 @@ import numpy as np
 from lmc.background import Background
 from lmc.documents.by_chunk import DocumentsByChunk
 from lmc.documents.finder import WHOLE, DocumentFinder, FoundRun
-from lmc.documents.table import ALL, DocumentTable, Filter, Use
+from lmc.documents.table import ALL, DocumentTable, Filter, Ids, Use, id_number
 from lmc.keys import ChunkKey, chunk_bounds
 from lmc.shapes import GIB, KVShape, aligned
 
@@ -228,6 +228,13 @@ class KnownDocuments:
         documents = list(self._passing(self.list(tenant), only))
         later = (one for one in self._background.gently(documents) if after is None or Use.of(one) < after)
         return len(documents), nlargest(limit, later, key=Use.of)
+
+    def ids(self, only: Filter = ALL, tenant: str | None = None) -> Ids:
+        """Return the first digits of the ids of the documents that pass a filter, as numbers, in no order."""
+        if tenant is None and not only.name:
+            with self._mutex:
+                return self._table.ids(only)
+        return np.array([id_number(document.id) for document in self._passing(self.list(tenant), only)], np.uint64)
 
     def named(self, name: str, tenant: str | None = None) -> Sequence[KnownDocument]:
         """Return the documents with this name, of all tenants or of one, without removed ones."""

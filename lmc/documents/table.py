@@ -19,6 +19,7 @@ REMOVED, FREE = -np.inf, np.inf  # in place of the time: of a removed document, 
 ID_DIGITS = 16  # first digits of an id in its column
 
 Rows = npt.NDArray[np.int64]
+Ids = npt.NDArray[np.uint64]
 
 
 class Listable(Protocol):
@@ -111,7 +112,7 @@ class DocumentTable(Generic[D]):
                 self._ids, self._names, self._owners = (
                     np.concatenate([column, np.zeros_like(column)]) for column in (self._ids, self._names, self._owners)
                 )
-        self._ids[document.row] = int(document.id[:ID_DIGITS], 16)
+        self._ids[document.row] = id_number(document.id)
         self.update(document)
 
     def update(self, document: D) -> None:
@@ -128,6 +129,13 @@ class DocumentTable(Generic[D]):
     def count(self) -> int:
         """Return the number of documents that are not removed."""
         return len(self._passing(ALL))
+
+    def ids(self, only: Filter = ALL) -> Ids:
+        """Return the first digits of the ids of the documents that pass a filter, as numbers, in no order.
+
+        The `name` of the filter is ignored.
+        """
+        return self._ids[self._passing(only)]
 
     def latest(self, limit: int, after: Use | None = None, only: Filter = ALL) -> tuple[int, list[D]]:
         """Return how many documents pass a filter, and up to `limit` of them from `after` on.
@@ -183,6 +191,11 @@ class DocumentTable(Generic[D]):
     def _at(self, rows: Rows) -> list[D]:
         documents = (self._documents[row] for row in rows.tolist())
         return [document for document in documents if document is not None]
+
+
+def id_number(name: str) -> int:
+    """Return the first digits of an id as a number."""
+    return int(name[:ID_DIGITS], 16)
 
 
 def _equal_stretches(times: npt.NDArray[np.float64]) -> list[tuple[int, int]]:
