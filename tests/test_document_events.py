@@ -1,6 +1,7 @@
 """Document events from the change log, without an engine, and from the scheduler with a store that evicts."""
 
 import hashlib
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -36,7 +37,7 @@ class World:
 
     def __init__(self, kept: int) -> None:
         self.log, self.known, self.router = ChangeLog(kept), KnownDocuments(), Router()
-        self.events = DocumentEvents(self.log, self.known.get, lambda document: "tenant", Background())
+        self.events = DocumentEvents(self.log, self.known.get, lambda namespace: "tenant", Background())
 
     def document(self, *chunks: str) -> str:
         return self.known.note(bytes(32), [len(chunks), ord(chunks[-1])], list(map(key_of, chunks))).id
@@ -110,6 +111,45 @@ def test_a_document_that_becomes_known_after_its_last_chunk_is_announced(world):
     assert world.follow() == set()
 
 
+def test_events_keep_little_of_each_document_however_often_it_is_stored():
+    """With a dictionary for each chunk, and digests and ids as text, a document took 1.4 KB."""
+    count, chunks = 4000, 2
+    log, known = ChangeLog(), KnownDocuments()
+    events = DocumentEvents(log, known.get, lambda namespace: "tenant", Background())
+    keys = [[key_of(f"{number} {chunk}") for chunk in range(chunks)] for number in range(count)]
+    for number, of_document in enumerate(keys):
+        known.note(bytes(32), [number] * 500, of_document, model="m")
+
+    def change(act):
+        for key in (key for of_document in keys for key in of_document):
+            act(key)
+        log.counts()
+        before = tracemalloc.get_traced_memory()[0]
+        assert len(events.take()) == count
+        return tracemalloc.get_traced_memory()[0] - before
+
+    tracemalloc.start()
+    try:
+        taken = 0
+        for _ in range(3):
+            taken += change(lambda key: log.appeared("disk", replace(meta_of(key), kind=RecordKind.DOCUMENT)))
+            assert taken < 700 * count
+            taken += change(lambda key: log.left("disk", key))
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_document_that_is_no_longer_known_is_withdrawn(world):
+    one, two = world.document("a", "b"), world.document("a", "c")
+    world.appeared("host", "a", "b", "c")
+    assert world.follow() == {("CPU", one), ("CPU", two)}
+    world.known.clear()
+    world.left("host", "b")
+    assert world.follow() == {("CPU", two)}
+    world.left("host", "a", "c")
+    assert world.follow() == set()
+
+
 def test_an_event_says_what_a_router_needs(world):
     one = world.document("a")
     world.appeared("host", "a")
@@ -127,7 +167,7 @@ def test_a_router_computes_the_digest_of_a_document_without_lmc():
 def test_what_a_scheduler_has_learned_and_lost_is_announced(make):
     router = Router()
     lab = make(DictTier(), slots=8)
-    events = DocumentEvents(lab.store.changes, lab.engine.known.get, lab.engine.salt_of, Background())
+    events = DocumentEvents(lab.store.changes, lab.engine.known.get, lab.engine.names.salt_of, Background())
     learn(lab, DOC_A)
     lab.settle()
     sent = events.take()

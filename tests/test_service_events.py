@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 import test_cli
 import zmq
 from service_process import ServerProcess
-from storage_fakes import key_of, meta_of
+from storage_fakes import eventually, key_of, meta_of
 from test_admin import free_port
 from test_keeper import RECORD, A, B, C, engine_of, learn
 
@@ -112,6 +113,29 @@ def test_batches_are_sent_again_to_any_client(tmp_path):
             sent, events, engine = msgspec.msgpack.decode(payload)
             assert (events, engine) == ([{"type": "b"}], 0)
             assert abs(time.time() - sent) < SECONDS
+
+
+@pytest.mark.parametrize(("number", "size", "first"), [(3, 1 << 30, 7), (1 << 30, 2500, 8)])
+def test_the_batches_that_can_be_requested_again_are_bounded_by_number_and_size(
+    tmp_path, monkeypatch, number, size, first
+):
+    """Ten thousand batches of a thousand documents took two gibibytes."""
+    address, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/again"
+    monkeypatch.setattr(document_publisher, "MAX_REPLAY_BATCHES", number)
+    monkeypatch.setattr(document_publisher, "MAX_REPLAY_BYTES", size)
+    monkeypatch.setattr(document_publisher, "MAX_BATCH_EVENTS", 1)
+    monkeypatch.setattr(document_publisher, "_message", lambda moved: {"type": moved})
+    moves = Mock(take=Mock(side_effect=[["x" * 1000] * 10, *([[]] * 10_000)]))
+    with closing(DocumentPublisher(f"{address},{replay}", moves)), zmq.Context.instance().socket(zmq.DEALER) as asking:
+        asking.linger = 0
+        asking.connect(replay)
+        eventually(lambda: moves.take.call_count > 1)
+        asking.send_multipart([b"", bytes(8)])
+        numbers = []
+        while numbers[-1:] != [-1]:
+            assert asking.poll(1000 * SECONDS)
+            numbers.append(int.from_bytes(asking.recv_multipart()[2], "big", signed=True))
+        assert numbers == [*range(first, 10), -1]
 
 
 @pytest.mark.parametrize("fails", ["while changes are read", "while events are encoded"])

@@ -131,5 +131,5 @@ def publisher_if_wanted(engine: CacheEngine, number: int) -> DocumentPublisher |
     address = engine.settings.document_events
     if not address:
         return None
-    events = DocumentEvents(engine.store.changes, engine.known.get, engine.salt_of, engine.background)
+    events = DocumentEvents(engine.store.changes, engine.known.get, engine.names.salt_of, engine.background)
     return DocumentPublisher(address, events, number)

@@ -3,14 +3,18 @@
 They have their own publisher, so that they do not mislead routers that know only prefixes. The store's change log
 records which chunks appeared and left. A document is announced on a medium when all of its chunks are there, and
 withdrawn when a chunk leaves.
+
+A document of two chunks takes 0.4 KB here while it is on one medium, and 0.55 KB on two. It may be known no longer.
 """
 
 import hashlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lmc.background import Background
+from lmc.documents.by_chunk import DocumentsByChunk
 from lmc.documents.known import KnownDocument
 from lmc.keys import ChunkKey, RecordKind, tokens_digest
 from lmc.storage.change_log import Changes, media_steps
@@ -33,6 +37,24 @@ class DocumentMoved:
     tenant: str  # the tenant's name, from `lmc.keys.tenant_of`; empty without a cache_salt
 
 
+@dataclass(frozen=True, slots=True)
+class _StoredDocument:
+    """What events say of a document that is stored, in whole or in part."""
+
+    keys: Sequence[ChunkKey]
+    namespace: bytes
+    digest: bytes
+    tokens: int
+    model: str
+    tenant: str
+
+    @classmethod
+    def of(cls, document: KnownDocument) -> "_StoredDocument":
+        digest = bytes.fromhex(tokens_digest(document.tokens))
+        owner = document.model, document.tenant
+        return cls(document.keys, document.namespace, digest, len(document.tokens), *owner)
+
+
 class DocumentEvents:
     """The documents that appeared and left since the last call of `take`."""
 
@@ -40,10 +62,10 @@ class DocumentEvents:
         self,
         changes: Changes,
         find: Callable[[str], KnownDocument | None],
-        salt_of: Callable[[KnownDocument], str | None],
+        salt_of: Callable[[bytes], str | None],
         background: Background,
     ) -> None:
-        """`find` returns a known document by its id, and `salt_of` the cache salt of its tenant, or None."""
+        """`find` returns a known document by its id, and `salt_of` the cache salt of a namespace's tenant, or None."""
         self._changes, self._find, self._salt_of, self._background = changes, find, salt_of, background
         self.begin_anew()
 
@@ -51,8 +73,9 @@ class DocumentEvents:
         """Announce everything that is stored again with the next `take`, because subscribers have lost events."""
         self._read = UNREAD  # number of the last change that was read
         self._present: defaultdict[str, set[ChunkKey]] = defaultdict(set)  # medium -> chunks of documents
-        self._owners: defaultdict[ChunkKey, dict[str, KnownDocument]] = defaultdict(dict)  # chunk -> documents, by id
-        self._announced: dict[tuple[str, str], DocumentMoved] = {}  # by medium and id
+        self._stored = DocumentsByChunk[_StoredDocument]()  # by each of their chunks
+        # The hashed salts of announced documents, by medium and last chunk.
+        self._announced: defaultdict[str, dict[ChunkKey, str | None]] = defaultdict(dict)
         # Stored chunks that belong to no known document, with their media. A document becomes known after its last one.
         self._unknown: OrderedDict[tuple[ChunkKey, str], None] = OrderedDict()
 
@@ -66,56 +89,48 @@ class DocumentEvents:
         return {(key, medium) for medium, keys in self._present.items() for key in keys}
 
     def _moved(self, key: ChunkKey, medium: str, stored: bool) -> Iterator[DocumentMoved]:
-        present = self._present[medium]
+        present, announced = self._present[medium], self._announced[medium]
         (present.add if stored else present.discard)(key)
         ended = self._find(key.hex())  # A document's id is the key of its last chunk.
         if ended is not None:
-            for part in ended.keys:
-                self._owners[part][ended.id] = ended
-                self._unknown.pop((part, medium), None)
-        for document in list(self._owners[key].values()):
-            complete = present.issuperset(document.keys)
-            announced = (medium, document.id) in self._announced
-            if complete and not announced:
-                moved = self._announced[medium, document.id] = self._event(document, medium)
-                yield moved
-            elif announced and not complete:
-                yield self._withdrawn(document, medium)
-            if not any(document.keys[-1] in chunks for chunks in self._present.values()):
+            if not any(document.keys[-1] == key for document in self._stored.of(key)):
+                document = _StoredDocument.of(ended)
                 for part in document.keys:
-                    self._owners[part].pop(document.id, None)
-                    if not self._owners[part]:
-                        del self._owners[part]
+                    self._stored.add(part, document)
+            for part in ended.keys:
+                self._unknown.pop((part, medium), None)
+        for document in self._stored.of(key):
+            last = document.keys[-1]
+            complete = present.issuperset(document.keys)
+            if complete and last not in announced:
+                announced[last] = _hashed(self._salt_of(document.namespace))
+                yield _event(document, medium, announced[last], stored=True)
+            elif last in announced and not complete:
+                yield _event(document, medium, announced.pop(last), stored=False)
+            if not any(last in chunks for chunks in self._present.values()):
+                for part in document.keys:
+                    self._stored.discard(part, document)
         self._unknown.pop((key, medium), None)
-        if not self._owners[key]:
-            del self._owners[key]
-            if stored:
-                self._unknown[key, medium] = None
-                if len(self._unknown) > MAX_UNKNOWN:
-                    self._unknown.popitem(last=False)
+        if stored and not self._stored.of(key):
+            self._unknown[key, medium] = None
+            if len(self._unknown) > MAX_UNKNOWN:
+                self._unknown.popitem(last=False)
 
-    def _event(self, document: KnownDocument, medium: str) -> DocumentMoved:
-        salt = self._salt_of(document)
-        return DocumentMoved(
-            stored=True,
-            medium=medium,
-            digest=tokens_digest(document.tokens),
-            document=document.id,
-            tokens=len(document.tokens),
-            salt=hashlib.sha256(salt.encode()).hexdigest() if salt else salt,
-            model=document.model,
-            tenant=document.tenant,
-        )
 
-    def _withdrawn(self, document: KnownDocument, medium: str) -> DocumentMoved:
-        before = self._announced.pop((medium, document.id))
-        return DocumentMoved(
-            stored=False,
-            medium=medium,
-            digest=before.digest,
-            document=before.document,
-            tokens=before.tokens,
-            salt=before.salt,
-            model=before.model,
-            tenant=before.tenant,
-        )
+@lru_cache(maxsize=1024)
+def _hashed(salt: str | None) -> str | None:
+    """Return the SHA-256 of a salt, so that the documents of a tenant share it. No salt and an unknown one stay."""
+    return hashlib.sha256(salt.encode()).hexdigest() if salt else salt
+
+
+def _event(document: _StoredDocument, medium: str, salt: str | None, *, stored: bool) -> DocumentMoved:
+    return DocumentMoved(
+        stored=stored,
+        medium=medium,
+        digest=document.digest.hex(),
+        document=document.keys[-1].hex(),
+        tokens=document.tokens,
+        salt=salt,
+        model=document.model,
+        tenant=document.tenant,
+    )

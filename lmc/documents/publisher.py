@@ -16,11 +16,14 @@ from typing import Any
 from lmc.documents.events import DocumentEvents, DocumentMoved
 from lmc.errors import ConfigError
 from lmc.http.address import DOCUMENT_EVENTS, DOCUMENT_TOPIC, EVENTS_HINT, address_of_engine, event_addresses
+from lmc.shapes import MIB
 from lmc.storage.tiers.tier_guard import logged
 
 POLL_SECONDS = 0.2  # interval between two checks for changes
 ERROR_PAUSE_SECONDS = 5.0  # pause after an error
-MAX_REPLAY_BATCHES = 10_000  # batches kept for subscribers that missed them
+# Batches kept for subscribers that missed them: up to this number, and up to this size. An event takes 230 bytes, so
+# there is room for 370,000 documents on two media, as many as are known by default, and for later changes.
+MAX_REPLAY_BATCHES, MAX_REPLAY_BYTES = 10_000, 256 * MIB
 MAX_SUBSCRIBER_BATCHES = 100_000  # maximum number of batches queued for a slow subscriber; it loses further batches
 LAST = (-1).to_bytes(8, "big", signed=True)  # the number in the last message of a response
 MAX_BATCH_EVENTS = 1000  # maximum number of events in a batch
@@ -44,7 +47,7 @@ class DocumentPublisher:
         import zmq
 
         self._pack, self._engine = msgspec.msgpack.Encoder().encode, engine
-        self._number, self._kept = 0, deque[tuple[bytes, bytes]](maxlen=MAX_REPLAY_BATCHES)
+        self._number, self._kept, self._kept_bytes = 0, deque[tuple[bytes, bytes]](), 0
         self._lost = False  # whether subscribers cannot know yet that a batch is missing
         with ExitStack() as opened:
             try:
@@ -108,8 +111,14 @@ class DocumentPublisher:
     def _send(self, events: list[dict[str, Any]]) -> None:
         batch = self._number.to_bytes(8, "big"), self._pack([time.time(), events, self._engine])
         self._sockets[0].send_multipart((DOCUMENT_TOPIC.encode(), *batch))
-        self._kept.append(batch)
         self._number += 1
+        if len(self._sockets) == 1:  # No subscriber can request batches again.
+            return
+        self._kept.append(batch)
+        self._kept_bytes += len(batch[1])
+        while len(self._kept) > MAX_REPLAY_BATCHES or self._kept_bytes > MAX_REPLAY_BYTES:
+            _, payload = self._kept.popleft()
+            self._kept_bytes -= len(payload)
 
 
 def _message(moved: DocumentMoved) -> dict[str, Any]:
