@@ -176,8 +176,8 @@ class StoreState:
                     return Reservation(meta, slot, one.name, next(self._numbers)), todo
         return None, todo
 
-    def commit(self, reservation: Reservation, source: HeldChunk | None = None) -> Todo:
-        """Make the chunk in a filled slot visible, and send it to the next place.
+    def commit(self, reservation: Reservation, source: HeldChunk | None = None) -> tuple[bool, Todo]:
+        """Make the chunk in a filled slot visible, and send it to the next place. Returns whether it is visible.
 
         The slot is freed instead if the chunk was forgotten meanwhile. The same holds for a copy whose `source` slot
         has lost the chunk.
@@ -185,9 +185,9 @@ class StoreState:
         meta, slot, todo = reservation.meta, reservation.slot, Todo()
         pool = self.pools[reservation.level]
         with self._changed:
-            forgotten = meta.key not in self._filling
+            visible = meta.key in self._filling and (source is None or source.pool.has(source.slot, meta.key))
             self._filling.discard(meta.key)
-            if not forgotten and (source is None or source.pool.has(source.slot, meta.key)):
+            if visible:
                 pool.commit(slot, meta)
                 if not self._closed:
                     if pool is self.host:
@@ -195,7 +195,7 @@ class StoreState:
                     elif self.host.find(meta.key) is None and self.queues.has_room(meta.key):
                         self._copy(HeldChunk(meta, pool, slot), self.host, todo)
             pool.free([slot])
-        return todo
+        return visible, todo
 
     def abort(self, reservation: Reservation) -> None:
         """Free a reserved slot that was not filled."""

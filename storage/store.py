@@ -186,8 +186,14 @@ class Store(ChunkStore):
     def commit(self, reservations: Sequence[Reservation]) -> None:
         """Make the chunks visible to lookups, and send them to the next place."""
         for reservation in reservations:
-            self._state.pools[reservation.level].slab.seal(reservation.slot, reservation.meta.part_bytes)
-            self._writer.do(self._state.commit(reservation))
+            self.commit_one(reservation)
+
+    def commit_one(self, reservation: Reservation) -> bool:
+        """Make a chunk visible, and send it to the next place. Returns false if it was forgotten meanwhile."""
+        self._state.pools[reservation.level].slab.seal(reservation.slot, reservation.meta.part_bytes)
+        visible, todo = self._state.commit(reservation)
+        self._writer.do(todo)
+        return visible
 
     def abort(self, reservation: Reservation) -> None:
         """Give back a reserved slot that was not filled."""

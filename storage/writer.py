@@ -168,7 +168,8 @@ class Writer:
         except BaseException:
             self._state.abort(reservation)
             raise
-        self.do(self._state.commit(reservation, held))
+        _, todo = self._state.commit(reservation, held)
+        self.do(todo)
 
     def _write(self, tier: Tier, meta: RecordMeta, parts: Sequence[memoryview], outgoing: Outgoing | None) -> None:
         outcome: Written | None = None

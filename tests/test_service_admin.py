@@ -308,6 +308,34 @@ def test_a_removed_document_is_nowhere(tmp_path):
         assert (places(engine, A), service.documents(), bool(document.removed)) == ([None] * 2, [], True)
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["before its chunks are visible", "just after"])
+def test_a_document_that_is_removed_while_an_engine_learns_it_again_stays_removed(service, monkeypatch, late):
+    engine = service.engine()
+    document = learn(engine, A, name="secret")
+    (arena,) = service.server.arenas.all()
+    for key in document.keys:
+        arena.store.forget(key)
+    slots = engine.begin_document(document.namespace, A, "secret")
+    commit_one = arena.store.commit_one
+
+    def commit_and_remove(reservation):
+        visible = commit_one(reservation)
+        if reservation.meta.key == document.keys[-1]:
+            assert service.ask("/v1/documents/secret", method="DELETE") == {"removed": [document.id]}
+        return visible
+
+    if late:
+        monkeypatch.setattr(arena.store, "commit_one", commit_and_remove)
+    else:
+        assert service.ask("/v1/documents/secret", method="DELETE") == {"removed": [document.id]}
+    engine.store.commit(slots)
+    engine.store.held()  # The server has done that.
+    assert (service.documents(), places(engine, A)) == ([], [None, None])
+    monkeypatch.undo()
+    learn(engine, A, name="secret")
+    assert ([one["name"] for one in service.documents()], places(engine, A)) == (["secret"], ["host", "host"])
+
+
 def test_a_pinned_document_that_was_lost_is_learned_again_by_an_engine_of_its_model_and_tenant(service):
     engine, stranger = service.engine(), service.engine()
     pinned = [learn(engine, A), learn(engine, B, "t")]

@@ -20,6 +20,7 @@ from lmc.server.quotas import Owners, Quota, Quotas
 from lmc.shapes import GIB
 from lmc.storage.change_log import ChangeLog, Chunk
 from lmc.storage.chunk_layout import ChunkLayout
+from lmc.storage.contract import Reservation
 from lmc.storage.eviction import FairShares, Owner
 from lmc.storage.memory.slab import Slab, Slot
 from lmc.storage.slots import Backing
@@ -104,13 +105,15 @@ class Arena:
         self.keeper.load()
         threading.Thread(target=self._look_around, name="lmc-tiers", daemon=True).start()
 
-    def note(self, meta: RecordMeta) -> None:
-        """Register a document from its last chunk, whose label contains all tokens of the document."""
+    def note(self, meta: RecordMeta) -> KnownDocument | None:
+        """Register a document from its last chunk, whose label contains all its tokens. Other chunks have none."""
+        document = None
         if (labelled := self._labelled(meta)) is not None:
             tokens, keys, name = labelled
             document = self.known.note(meta.namespace, tokens, keys, name=name, model=meta.model, tenant=meta.tenant)
             self.learned.add(document)
         self.waiting.discard(meta.key.hex())
+        return document
 
     def make_room(self, meta: RecordMeta) -> bool:
         """Evict the least recently used chunks of a chunk's owner until the new chunk fits into the quotas.
@@ -120,11 +123,22 @@ class Arena:
         self._evict_beyond(meta.model, meta.tenant, meta.memory)
         return not self._quotas.excess(meta.model, meta.tenant, meta.memory)
 
-    def committed(self, meta: RecordMeta) -> None:
-        """Register a chunk that a client has just stored, and evict chunks of its owner that exceed the quotas."""
+    def commit(self, reservation: Reservation) -> bool:
+        """Make a chunk that a client has filled visible, and register its document. Returns whether it is visible.
+
+        It is not if it was removed while the client filled it; then its document stays removed. Chunks of its owner
+        that exceed the quotas are evicted.
+        """
+        if not self.store.commit_one(reservation):
+            return False
+        meta = reservation.meta
         self.used(meta.namespace)
-        self.note(meta)
+        document = self.note(meta)
+        # The document may have been removed after its chunk became visible, and before it was noted.
+        if document is not None and self.store.lookup([meta.key], shared=False) == [None]:
+            self.keeper.remove([document])
         self._evict_beyond(meta.model, meta.tenant, 0)
+        return True
 
     def used(self, namespace: bytes) -> None:
         """Register a namespace that clients of this arena use."""

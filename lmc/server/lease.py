@@ -119,10 +119,7 @@ class Lease:
     def commit(self, leases: Sequence[int]) -> None:
         """See `ChunkStore.commit`; raise `BrokenProtocol` for a reservation that the client does not have."""
         for lease in leases:
-            reservation = self._reserved(lease)
-            self.store.commit([reservation])
-            self.stored += 1
-            self.arena.committed(reservation.meta)
+            self.stored += self.arena.commit(self._reserved(lease))
 
     def abort(self, lease: int) -> None:
         """See `ChunkStore.abort`; raise `BrokenProtocol` for a reservation that the client does not have."""
