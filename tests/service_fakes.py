@@ -93,6 +93,11 @@ class Child:
         self._pipe.close()
 
 
+def beat(store):
+    """Send the heartbeat of a client now. Tests that need this have none meanwhile: `BEAT_SECONDS` is long."""
+    store._beat(store.attachment)
+
+
 def eventually(condition, seconds=60.0):
     until = time.monotonic() + seconds
     while not condition():

@@ -41,6 +41,7 @@ from lmc.blend.segments import join
 from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.documents.known import KnownDocuments
+from lmc.documents.server import FollowingEngine
 from lmc.errors import ChunkLost, ConfigError, NoMemory, StorageError, TierUnusable
 from lmc.keys import document_keys
 from lmc.open_store import check_server
@@ -868,7 +869,7 @@ def test_requests_that_are_too_long_for_a_message_are_sent_in_several(tmp_path):
         (pin,) = store.pin([K0])
         known, many = KnownDocuments(), MAX_KEYS + 10
         documents = [known.note(bytes(32), [i], document_keys(bytes(32), [i], 16)) for i in range(many)]
-        keeper = store.keeper(known, lambda _: None)
+        keeper = store.keeper(FollowingEngine(known, lambda _: None, lambda: False, lambda: None))
         keeper.expire(documents[-1:], 100)
         for document in documents:
             document.expires = 0.0

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 from models import random_model
-from service_fakes import arena_for, serving
+from service_fakes import arena_for, beat, serving
 
 from lmc.blend.segments import Span
 from lmc.config.settings import Settings
@@ -17,16 +17,17 @@ from lmc.documents import learn_queue
 from lmc.documents.known import KnownDocuments
 from lmc.documents.learn_queue import LearnQueue, Unlearned
 from lmc.documents.server import LearningEngine
+from lmc.engine import CacheEngine
 from lmc.keys import RecordKind
+from lmc.server import document_changes, messages
+from lmc.server.client import remote_store
 from lmc.server.client.remote_learning import RemoteLearning
+from lmc.server.document_changes import MAX_SENT_DOCUMENTS, DocumentChanges
 from lmc.server.learning import (
     CLAIM_SECONDS,
     MAX_CLAIMED_DOCUMENTS,
     MAX_CLAIMS,
-    MAX_LEARNED_DOCUMENTS,
-    MAX_SENT_DOCUMENTS,
     MAX_WAITING_DOCUMENTS,
-    LearnedDocuments,
     WaitingDocuments,
 )
 
@@ -101,7 +102,7 @@ def test_clients_get_some_at_a_time_and_the_oldest_are_dropped():
 
 def test_an_engine_offers_what_has_waited_and_says_each_thing_once():
     queue, got = LearnQueue(room=100), []
-    learning = RemoteLearning(LearningEngine(queue, lambda: [ONE, TWO], lambda: True, got.append, KnownDocuments()))
+    learning = RemoteLearning(LearningEngine(queue, lambda: [ONE, TWO], lambda: True, got.append))
     first = learning.news()
     assert (first.offered, first.namespaces, first.has_time) == ([], [ONE, TWO], True)
     queue.add(document(1))
@@ -110,7 +111,7 @@ def test_an_engine_offers_what_has_waited_and_says_each_thing_once():
     (offered,) = learning.news().offered
     assert (offered.namespace, offered.tokens) == (ONE, b"\1\0\0\0\2\0\0\0")
     assert learning.news().offered == []
-    learning.got([document(5)], [])
+    learning.got([document(5)])
     queue.add(document(5))
     learning.news()
     assert learning.news().offered == []  # The server knows of it.
@@ -167,17 +168,180 @@ def test_a_document_that_one_engine_has_learned_is_found_by_another_one_in_a_pro
         assert other.prefill([1, 2, 3, *tokens, *tokens, *tokens, 4]).report.reused == 300
 
 
-def test_clients_are_told_of_learned_documents_in_turn_and_miss_the_oldest():
-    learned = LearnedDocuments()
-    for number in range(MAX_LEARNED_DOCUMENTS + 10):
-        learned.add(number)
-    documents, told = learned.since(0)
-    assert documents == list(range(10, 10 + MAX_SENT_DOCUMENTS))
-    while told < learned.count:
-        more, told = learned.since(told)
-        documents += more
-    assert documents == list(range(10, MAX_LEARNED_DOCUMENTS + 10))
-    assert learned.since(told) == ([], told)
+def numbered(known, number):
+    return known.note(ONE, [number], [number.to_bytes(32, "big")])
+
+
+def all_since(changes, number):
+    """What a client gets that asks until nothing is left, and with how many requests."""
+    documents, requests, more = [], 0, True
+    while more:
+        some, number, more, complete = changes.since(number)
+        assert complete
+        documents += some
+        requests += 1
+    return [document.tokens[0] for document in documents], requests, number
+
+
+def test_clients_are_told_of_all_changes_since_those_that_they_know():
+    known = KnownDocuments()
+    changes = DocumentChanges(known)
+    start = changes.last
+    assert all_since(changes, start) == ([], 1, start)
+    for number in range(3 * MAX_SENT_DOCUMENTS):
+        changes.add(numbered(known, number))
+    everything, requests, last = all_since(changes, start)
+    assert (everything, requests) == (list(range(3 * MAX_SENT_DOCUMENTS)), 3)
+    changes.add(numbered(known, 7))
+    changes.add(numbered(known, 7))
+    assert all_since(changes, last) == ([7], 1, last + 2)
+    known.clear()
+    assert all_since(changes, start) == ([], 4, last + 2), "they are forgotten"
+
+
+def test_a_client_that_has_missed_changes_or_had_another_server_is_told_so(monkeypatch):
+    monkeypatch.setattr(document_changes, "MAX_DOCUMENT_CHANGES", 10)
+    known = KnownDocuments()
+    earlier, changes = DocumentChanges(known), DocumentChanges(known)
+    start = changes.last
+    for number in range(13):
+        changes.add(numbered(known, number))
+        earlier.add(numbered(known, number))
+    for wrong in (start, start + 2, earlier.last, changes.last + 1, 0):
+        documents, _, more, complete = changes.since(wrong)
+        assert ([one.tokens[0] for one in documents], more, complete) == (list(range(3, 13)), False, False)
+    assert all_since(changes, start + 3)[0] == list(range(3, 13))
+
+
+def learn_many(model, count, first=0):
+    """Store documents as `CachedModel.learn` does, without the model."""
+    engine, namespace = model.engine, model.engine.namespace(RecordKind.DOCUMENT)
+    documents = [random.Random(number).choices(range(10, 90), k=40) for number in range(first, first + count)]
+    for tokens in documents:
+        engine.store.commit(engine.begin_document(namespace, tokens))
+    engine.store.held()  # The server has noted them.
+    return documents
+
+
+def test_an_engine_knows_all_that_others_have_learned_after_one_heartbeat(tmp_path, monkeypatch):
+    """It got 64 documents a second, and missed those that were more than 1,024 before the last one."""
+    monkeypatch.setattr(remote_store, "BEAT_SECONDS", 3600.0)
+    with serving(tmp_path, 0, max_local_cpu_size=0.1) as server, engine(server) as other, engine(server) as one:
+        documents = learn_many(one, 5 * MAX_SENT_DOCUMENTS)
+        beat(other.engine.store)
+        assert other.engine.known.count() == len(documents)
+        assert all(other.engine.with_known([1, 2, *tokens, 3], []) for tokens in documents)
+
+
+def test_an_engine_that_learns_nothing_knows_what_others_have_learned(tmp_path):
+    """Such as one that only decodes."""
+    with serving(tmp_path, 0, max_local_cpu_size=0.1) as server, engine(server) as one:
+        given = Settings(server=server.path, enable_blending=True, chunk_size=16, blend_learn=False)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CacheEngine, "share_learning", lambda *_: None)  # as in vLLM
+            other = CachedModel(random_model(), given, [7, 7])
+        with other:
+            learn_many(one, 3)
+            wait_for(lambda: other.engine.known.count() == 3)
+
+
+def test_an_engine_that_has_missed_changes_reads_again_what_is_stored(tmp_path, monkeypatch):
+    monkeypatch.setattr(document_changes, "MAX_DOCUMENT_CHANGES", 10)
+    monkeypatch.setattr(remote_store, "BEAT_SECONDS", 3600.0)
+    with serving(tmp_path, 0, max_local_cpu_size=0.1) as server, engine(server) as other, engine(server) as one:
+        documents = learn_many(one, 30)
+        beat(other.engine.store)
+        wait_for(lambda: other.engine.known.count() == len(documents))
+        documents += learn_many(one, 1, first=30)
+        beat(other.engine.store)
+        assert all(other.engine.with_known([1, 2, *tokens, 3], []) for tokens in documents)
+
+
+def test_an_engine_that_was_without_its_server_knows_what_others_have_learned_meanwhile(tmp_path):
+    given = {"max_local_cpu_size": 0.1, "local_disk": tmp_path / "disk", "tiers": None}
+    with ExitStack() as opened:
+        with serving(tmp_path, 0, **given) as server:
+            other = opened.enter_context(engine(server))
+        (tmp_path / "elsewhere").mkdir()
+        with serving(tmp_path / "elsewhere", 0, **given) as server, engine(server) as one:
+            documents = learn_many(one, 5)
+        with serving(tmp_path, 0, **given):
+            wait_for(lambda: other.engine.known.count() == len(documents))
+            assert all(other.engine.with_known([1, 2, *tokens, 3], []) for tokens in documents)
+
+
+@pytest.mark.parametrize("expires", [False, True])
+def test_a_document_that_is_removed_at_the_server_hides_no_other_one_in_any_engine(tmp_path, expires):
+    text, settings = random.Random(1).choices(range(10, 90), k=100), {"blend_min_tokens": 32}
+    with (
+        serving(tmp_path, 0, max_local_cpu_size=0.1) as server,
+        engine(server, **settings) as other,
+        engine(server, **settings) as one,
+    ):
+        assert one.learn([*range(10, 50), *text], "new")
+        assert one.learn([*range(60, 80), *text, 5], "old")
+        wait_for(lambda: other.engine.known.count() == 2)
+        arena = arena_for(server, one.engine.store)
+        old, new = (arena.known.named(name) for name in ("old", "new"))
+        queue(other, old[0].tokens)
+        if expires:
+            arena.keeper.expire(old, 1e-6)
+            arena.keeper.remove_expired()
+        else:
+            arena.keeper.remove(old)
+        for model in (one, other):
+            wait_for(lambda model=model: model.engine.known.count() == 1)
+            (found,) = model.engine.with_known([7, *text, 5, 8], [])
+            assert found.known.id == new[0].id
+            assert Unlearned.of(old[0]) not in model.engine.learning
+            assert model.prefill([7, *text, 5, 8]).report.reused == 100
+            assert model.engine.known.get(old[0].id).removed == old[0].removed
+        assert one.learn(old[0].tokens.tolist())
+        wait_for(lambda: other.engine.known.count() == 2)
+
+
+@contextmanager
+def reading_engine(server):
+    """An engine that has got the first record of what is stored, and reads on when the event is set."""
+    got, goes_on, take = threading.Event(), threading.Event(), CacheEngine._take
+
+    def take_late(self, chunk):
+        got.set()
+        assert goes_on.wait(30)
+        take(self, chunk)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CacheEngine, "_take", take_late)
+        with engine(server) as model:
+            assert got.wait(30)
+            yield model, goes_on
+
+
+def test_a_document_that_is_removed_while_an_engine_reads_what_is_stored_is_not_found(tmp_path, monkeypatch):
+    """The engine knows it from a record only after it was told of its removal."""
+    with serving(tmp_path, 0, max_local_cpu_size=0.1) as server, engine(server) as one:
+        (tokens,) = learn_many(one, 1)
+        arena = arena_for(server, one.engine.store)
+        monkeypatch.setattr(remote_store, "BEAT_SECONDS", 3600.0)
+        with reading_engine(server) as (other, goes_on):
+            arena.keeper.remove(arena.known.list())
+            beat(other.engine.store)
+            goes_on.set()
+            wait_for(lambda: other.engine.recall.ended)
+            assert len(other.engine.known.list()) == 1
+            beat(other.engine.store)
+            assert (other.engine.known.count(), other.engine.with_known([1, 2, *tokens, 3], [])) == (0, ())
+
+
+def test_an_engine_that_loses_its_server_while_it_reads_what_is_stored_reads_it_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(messages, "MAX_LISTED_RECORDS", 1)
+    with serving(tmp_path, 0, max_local_cpu_size=0.1) as server, engine(server) as one:
+        documents = learn_many(one, 5)
+        with reading_engine(server) as (other, goes_on):
+            other.engine.store.attachment.hang_up()
+            wait_for(lambda: other.engine.store.attachment is None)
+            goes_on.set()
+            wait_for(lambda: other.engine.known.count() == len(documents))
 
 
 def test_of_engines_that_begin_a_document_at_once_one_gets_all_of_it(tmp_path):

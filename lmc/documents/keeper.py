@@ -96,19 +96,19 @@ class Keeper(DocumentKeeper):
         *,
         keys_of: Callable[[bytes, Sequence[int], Sequence[ChunkKey]], Sequence[ChunkKey]],
         learn: Callable[[KnownDocument], object],
-        unqueue: Callable[[KnownDocument], object],
+        removed: Callable[[KnownDocument], object],
         size: Callable[[KnownDocument], float],
         share: PinnedShare | None = None,
     ) -> None:
         """Create a keeper. Without `rows`, pins and time limits end with the process.
 
         `keys_of` returns a document's keys, given its namespace, its tokens and the keys recorded in its row. `learn`
-        queues a document to be computed again, `unqueue` removes it from that queue, and `size` returns the part of the
-        pin quota that a document takes.
+        queues a document to be computed again. `removed` is called with each removed document, and takes it from that
+        queue. `size` returns the part of the pin quota that a document takes.
         """
         self._share = share or PinnedShare()
         self._store, self._known, self._rows = store, known, rows
-        self._keys_of, self._learn, self._unqueue, self._size = keys_of, learn, unqueue, size
+        self._keys_of, self._learn, self._removed, self._size = keys_of, learn, removed, size
         self._kept: dict[str, KnownDocument] = {}  # id -> document that is pinned or has a time limit
         self._pins: Counter[ChunkKey] = Counter()  # counts documents, because those with the same prefix share chunks
         self._unwritten: dict[str, KnownDocument] = {}  # id -> document whose row could not be written yet
@@ -266,7 +266,7 @@ class Keeper(DocumentKeeper):
         while remaining:
             self._known.remove(remaining, reason)
             for document in remaining:
-                self._unqueue(document)
+                self._removed(document)
                 document.expires = 0.0
             for key in self._known.unused(remaining):  # Versions of a text begin with the same chunks.
                 self._store.forget(key)

@@ -17,7 +17,16 @@ class LearningEngine:
     namespaces: Callable[[], Iterable[bytes]]  # returns the namespaces of the tenants that the engine knows
     has_time: Callable[[], bool]  # While this returns true, the engine gets documents of other engines.
     learn: Callable[[Unlearned], object]  # queues a document of another engine
-    known: KnownDocuments  # gets the documents that other engines have learned
+
+
+@dataclass(frozen=True, slots=True)
+class FollowingEngine:
+    """An engine whose known documents follow those of a cache server."""
+
+    known: KnownDocuments
+    removed: Callable[[KnownDocument], object]  # is called with each document that was removed
+    reads: Callable[[], bool]  # returns whether the engine is still reading which documents are stored
+    read_again: Callable[[], object]  # begins to read this again
 
 
 class DocumentServer(ABC):
@@ -29,10 +38,10 @@ class DocumentServer(ABC):
         """The number of the connection to the server; 0 while the server is lost. Each new connection has another."""
 
     @abstractmethod
-    def keeper(self, known: KnownDocuments, unqueue: Callable[[KnownDocument], object]) -> DocumentKeeper:
-        """Return a keeper that sends pins and time limits of `known` documents to the server.
+    def keeper(self, engine: FollowingEngine) -> DocumentKeeper:
+        """Return a keeper that sends pins and time limits of an engine's known documents to the server.
 
-        `unqueue` removes a document to learn.
+        From now on, documents that other engines learn become known, and those that are removed are marked as removed.
         """
 
     @abstractmethod

@@ -25,7 +25,7 @@ from lmc.documents.keeper import DocumentKeeper, Keeper
 from lmc.documents.kept import KeptDocuments
 from lmc.documents.known import KnownDocument, KnownDocuments, document_bytes, document_label, parted_label
 from lmc.documents.learn_queue import LearnQueue, Unlearned
-from lmc.documents.server import DocumentServer, LearningEngine
+from lmc.documents.server import DocumentServer, FollowingEngine, LearningEngine
 from lmc.engine.index import BlockChain, CacheIndex, ExactChain, NewChunk, TokenChain, find_run
 from lmc.engine.names import Names
 from lmc.engine.pieces import Piece, trim
@@ -90,6 +90,7 @@ class CacheEngine:
         )
         self._exact_pages = self.namespace(RecordKind.PAGES)
         self.recall = Recall(self.store.records(), self._take, self.known.prepare, self.background)
+        self._recalls = [self.recall]  # and a later one of the documents of a cache server
         self.promotion = Promotion(store, self.background)
         self.keeper = self._open_keeper()
         self.store.trim()  # only now, because it must know which documents are pinned
@@ -221,15 +222,10 @@ class CacheEngine:
         return tuple(one for one, again in new.items() if self.learning.add(one, wanted=wanted, again=again))
 
     def share_learning(self, has_time: Callable[[], bool]) -> None:
-        """Share the queue with the other engines of a cache server, and learn their documents while `has_time()`.
-
-        Documents that other engines have learned become known here, so that they are found in prompts.
-        """
+        """Share the queue with the other engines of a cache server, and learn their documents while `has_time()`."""
         if self.server is not None:
             namespaces = self.names.namespaces_of_documents
-            self.server.share_learning(
-                LearningEngine(self.learning, namespaces, has_time, self._learn_again, self.known)
-            )
+            self.server.share_learning(LearningEngine(self.learning, namespaces, has_time, self._learn_again))
 
     def unlearned(self, prompt: Sequence[int], document: DocumentMatch, salt: str, name: str = "") -> Unlearned:
         """Return a document of a prompt as an entry of the queue of documents to learn."""
@@ -263,7 +259,7 @@ class CacheEngine:
 
     def begin_anew(self) -> None:
         """Switch to new keys, which no later process finds: the model's weights may have been replaced."""
-        self.recall.stop()
+        self._stop_reading()
         self.promotion.cancel()
         self.names.begin_anew()
         self.index = CacheIndex()
@@ -420,7 +416,7 @@ class CacheEngine:
 
     def close(self) -> None:
         """Write the chunks that the tiers lack, and close the keeper and the store."""
-        self.recall.stop()
+        self._stop_reading()
         self.promotion.stop()
         self.keeper.close()
         self.store.close()
@@ -459,11 +455,11 @@ class CacheEngine:
         return need / room if room else float("inf")
 
     def _open_keeper(self) -> DocumentKeeper:
-        def unqueue(document: KnownDocument) -> None:
+        def removed(document: KnownDocument) -> None:
             self.learning.discard(Unlearned.of(document))
 
         if self.server is not None:
-            return self.server.keeper(self.known, unqueue)
+            return self.server.keeper(FollowingEngine(self.known, removed, self._reads, self._read_again))
         assert isinstance(self.store, Store), "a store without a server is in this process"
         disk = self.settings.local_disk
         keeper = Keeper(
@@ -472,14 +468,27 @@ class CacheEngine:
             KeptDocuments(disk, keys=read_keys(self.settings.encryption_key)) if disk else None,
             keys_of=lambda namespace, tokens, _: self.document_keys(tokens, namespace),
             learn=lambda one: self._learn_again(Unlearned.of(one), wanted=True),
-            unqueue=unqueue,
+            removed=removed,
             size=self._part_of_room,
         )
         keeper.load()
         return keeper
 
-    def _take(self, chunk: StoredChunk) -> None:
-        """Remember a chunk that an earlier process has stored."""
+    def _reads(self) -> bool:
+        """Return whether the engine is still reading what is stored."""
+        return not all(recall.ended for recall in self._recalls)
+
+    def _read_again(self) -> None:
+        """Begin to read which documents a cache server has."""
+        recall = Recall(self.store.records(), self._take_document, self.known.prepare, self.background)
+        self._recalls = [self.recall, recall]
+
+    def _stop_reading(self) -> None:
+        for recall in self._recalls:
+            recall.stop()
+
+    def _take_document(self, chunk: StoredChunk) -> None:
+        """Remember the document of a chunk that is its last one."""
         meta = chunk.meta
         if meta.kind is RecordKind.DOCUMENT and meta.label:
             with suppress(ValueError, IndexError):
@@ -488,6 +497,11 @@ class CacheEngine:
                     return  # An earlier process used another chunk_size.
                 owner = {"model": meta.model, "tenant": meta.tenant}
                 self.known.recall(meta.namespace, tokens, keys, name=name, used=chunk.used, **owner)
+
+    def _take(self, chunk: StoredChunk) -> None:
+        """Remember a chunk that an earlier process has stored."""
+        meta = chunk.meta
+        self._take_document(chunk)
         # Other models' pages are left out: their block hashes may be equal. Keys of token chunks differ by model.
         if meta.kind is RecordKind.PREFIX or meta.namespace == self._exact_pages:
             label, _, details = meta.label.partition(" ")

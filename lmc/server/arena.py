@@ -14,8 +14,9 @@ from lmc.documents.known import KnownDocument, KnownDocuments, parted_label
 from lmc.documents.learn_queue import Unlearned
 from lmc.keys import ChunkKey, RecordKind, document_keys
 from lmc.server.budget import Budget
+from lmc.server.document_changes import DocumentChanges
 from lmc.server.journal import Journal
-from lmc.server.learning import LearnedDocuments, WaitingDocuments
+from lmc.server.learning import WaitingDocuments
 from lmc.server.quotas import Owners, Quota, Quotas
 from lmc.shapes import GIB
 from lmc.storage.change_log import ChangeLog, Chunk
@@ -73,14 +74,14 @@ class Arena:
         self._neighbours = neighbours
         self._chunk_sizes: dict[bytes, int] = {}  # tokens of a full chunk, by namespace
         self._sizes_of_chunks = {1 << power for power in range(4, 13)}  # possible numbers of tokens in a full chunk
-        self.waiting, self.learned = WaitingDocuments(), LearnedDocuments()
+        self.waiting, self.changes = WaitingDocuments(), DocumentChanges(self.known)
         self.keeper = Keeper(
             self.store,
             self.known,
             kept,
             keys_of=lambda _, __, keys: keys,
             learn=lambda document: self.waiting.want(document.id, Unlearned.of(document)),
-            unqueue=lambda document: self.waiting.discard(document.id),
+            removed=self._removed,
             size=lambda document: len(document.keys) * layout.slot_bytes / room if room else float("inf"),
             share=share,
         )
@@ -111,7 +112,7 @@ class Arena:
         if (labelled := self._labelled(meta)) is not None:
             tokens, keys, name = labelled
             document = self.known.note(meta.namespace, tokens, keys, name=name, model=meta.model, tenant=meta.tenant)
-            self.learned.add(document)
+            self.changes.add(document)
         self.waiting.discard(meta.key.hex())
         return document
 
@@ -167,6 +168,11 @@ class Arena:
                 for key in some:
                     self.store.forget(key, wait=wait)
         return keys
+
+    def _removed(self, document: KnownDocument) -> None:
+        """Stop clients from learning or finding a removed document."""
+        self.waiting.discard(document.id)
+        self.changes.add(document)
 
     def _evict_beyond(self, model: str, tenant: str, size: int) -> int:
         """Evict chunks until `size` more bytes of an owner fit into its quotas; return the number of evicted bytes.
@@ -226,11 +232,9 @@ class Arena:
             for _, meta, used in self.store.records():
                 if (labelled := self._labelled(meta)) is not None:
                     tokens, keys, name = labelled
-                    document = self.known.recall(
+                    self.known.recall(
                         meta.namespace, tokens, keys, name=name, used=used, model=meta.model, tenant=meta.tenant
                     )
-                    if document is not None:
-                        self.learned.add(document)
             self.store.trim()
 
 

@@ -17,7 +17,7 @@ import msgspec
 from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.stats import StoreStats
 
-PROTOCOL = 7  # protocol version; it changes with each incompatible change of messages
+PROTOCOL = 8  # protocol version; it changes with each incompatible change of messages
 
 
 class Hello(msgspec.Struct, frozen=True):

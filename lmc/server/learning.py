@@ -7,16 +7,12 @@ a document reserves its chunks, so two engines never compute the same document. 
 
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from itertools import islice
 
-from lmc.documents.known import KnownDocument
 from lmc.documents.learn_queue import Unlearned
 
-MAX_LEARNED_DOCUMENTS = 1024  # documents that are kept for clients; a client that is further behind misses some
-MAX_SENT_DOCUMENTS = 64  # learned documents that a client gets with one request
 # Beyond this number of documents, the oldest one is dropped here. It stays in the queue of the engine that offered it.
 MAX_WAITING_DOCUMENTS = 1024
 CLAIM_SECONDS = 60.0  # during which a document that one client got is not given to other clients
@@ -96,29 +92,3 @@ class WaitingDocuments:
         if len(self._waiting) > MAX_WAITING_DOCUMENTS:
             self._waiting.popitem(last=False)
         return entry
-
-
-class LearnedDocuments:
-    """The documents of one arena that were learned last, for clients that find them in prompts.
-
-    Any thread may call any method.
-    """
-
-    def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._documents: deque[KnownDocument] = deque(maxlen=MAX_LEARNED_DOCUMENTS)
-        self.count = 0  # documents until now
-
-    def add(self, document: KnownDocument) -> None:
-        """Add a document that a client has learned."""
-        with self._mutex:
-            self._documents.append(document)
-            self.count += 1
-
-    def since(self, count: int) -> tuple[list[KnownDocument], int]:
-        """Return the next documents after the first `count`, and the count after them."""
-        with self._mutex:
-            first = max(count, self.count - len(self._documents))
-            skip = first - (self.count - len(self._documents))
-            documents = list(islice(self._documents, skip, skip + MAX_SENT_DOCUMENTS))
-            return documents, first + len(documents)

@@ -43,7 +43,6 @@ class Lease:
         self.explain_token = ""  # token for explain requests to the client
         self._introduced = introduced
         self.namespaces: set[bytes] = set()  # namespaces whose documents the client can learn
-        self.told = arena.learned.count  # number of the arena's learned documents that the client knows
         self._chunk_size = 0  # tokens of a document's full chunk; 0 if unknown
         self.hits: Counter[str] = Counter()  # chunks, by tier
         self.misses = self.stored = self.refused = 0  # chunks

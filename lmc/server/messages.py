@@ -43,6 +43,7 @@ class Attached(msgspec.Struct, frozen=True):
     slab: SlabAddress  # with the client's lifeline; its path is of the server's process
     shared_places: frozenset[str]
     pins_yield: bool  # see `ChunkStore`
+    changes: int  # number of the last change of documents, which is earlier than every list of them
 
 
 class Described(msgspec.Struct, frozen=True):
@@ -76,7 +77,17 @@ class Beat(msgspec.Struct, frozen=True):
     speeds: dict[str, tuple[float, float]]  # by tier: seconds for each record and for each byte
     pinned: int  # chunks of pinned documents
     wanted: list[Unlearned]  # documents that the client should learn, if it can
-    learned: list[Described]  # documents that were learned since the last request
+    changes: int  # number of the last change of documents
+
+
+class ChangedDocuments(msgspec.Struct, frozen=True):
+    """The next documents that were learned or removed after a change; see `ChangedSince`."""
+
+    learned: list[Described]
+    removed: dict[str, str]  # why each was removed, by its id
+    number: int
+    more: bool
+    complete: bool
 
 
 class Request(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -108,19 +119,30 @@ class Ping(Request, frozen=True):
     offered: Annotated[list[Offered], msgspec.Meta(max_length=MAX_OFFERED_DOCUMENTS)] = []
     namespaces: Annotated[list[Digest], msgspec.Meta(max_length=1 << 12)] = []  # new namespaces of the client's tenants
     has_time: bool = False  # whether the client is idle, and can learn documents of other clients
-    finds: bool = False  # whether the client finds learned documents in prompts
 
     def handle(self, lease: "Lease") -> Beat:
-        """Return the current counts, tier speeds, pinned chunks, documents to learn, and learned documents."""
+        """Return the current counts, tier speeds, pinned chunks, documents to learn, and the last change."""
         arena = lease.arena
         lease.offer(
             [(document.namespace, _uint32(document.tokens), document.name) for document in self.offered],
             self.namespaces,
         )
         documents = arena.waiting.take(lease, lease.namespaces, has_time=self.has_time)
-        learned, lease.told = arena.learned.since(lease.told) if self.finds else ([], lease.told)
-        described = [Described.of(document) for document in learned if not document.removed]
-        return Beat(lease.stats(), lease.store.cost.speeds(), arena.keeper.pinned_chunks, documents, described)
+        speeds, pinned = lease.store.cost.speeds(), arena.keeper.pinned_chunks
+        return Beat(lease.stats(), speeds, pinned, documents, arena.changes.last)
+
+
+class DocumentsSince(Request, frozen=True):
+    """Requests the documents that were learned or removed after the change `number`."""
+
+    number: int
+
+    def handle(self, lease: "Lease") -> ChangedDocuments:
+        """Return the next of these documents."""
+        documents, number, more, complete = lease.arena.changes.since(self.number)
+        learned = [Described.of(document) for document in documents if not document.removed]
+        removed = {document.id: document.removed for document in documents if document.removed}
+        return ChangedDocuments(learned, removed, number, more, complete)
 
 
 class LookUp(Request, frozen=True):
@@ -340,5 +362,5 @@ def _uint32(tokens: bytes) -> "array[int]":
 
 AnyRequest = (
     Ping | LookUp | Unanswered | PinKeys | Release | Begin | Commit | Abort | Forget | CopiesOf | Introduce | Keep
-    | Kept | Records | KnownKeys | HeldSlots | Flush | Since | Present
+    | Kept | DocumentsSince | Records | KnownKeys | HeldSlots | Flush | Since | Present
 )  # fmt: skip

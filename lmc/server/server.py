@@ -336,7 +336,7 @@ class Session:
             raise
         store = arena.store
         address = replace(store.slab.address, lifeline=str(self._lease.lifeline))
-        response = m.Attached(address, store.shared_places, store.pins_yield)
+        response = m.Attached(address, store.shared_places, store.pins_yield, arena.changes.last)
         self._channel.send(OK + _encode(response), (store.slab.file,))
         return self._lease
 

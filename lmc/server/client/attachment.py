@@ -29,6 +29,7 @@ class Attachment:
     slab: Slab
     shared_places: frozenset[str]
     pins_yield: bool
+    changes: int  # number of the last change of documents when this client attached
     serial: int  # unique among the attachments of this process
 
     @classmethod
@@ -56,7 +57,7 @@ class Attachment:
                 raise StorageError(f"cannot map the memory of the cache server at {path}: {error}") from error
             opened.pop_all()
         _close(slow.files)  # The slow connection holds no leases.
-        return cls(quick, slow, slab, attached.shared_places, attached.pins_yield, serial)
+        return cls(quick, slow, slab, attached.shared_places, attached.pins_yield, attached.changes, serial)
 
     def hang_up(self) -> None:
         """Close the connections. The slab stays mapped, because it may still be read or written."""

@@ -1,11 +1,15 @@
-"""Pins and time limits of documents that an engine requests from a cache server. The server stores them."""
+"""Documents of an engine that uses a cache server, which has the pins and time limits of all engines.
+
+The engine's known documents follow those of the server: what other engines learn and what is removed there.
+"""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from lmc.documents.keeper import DocumentKeeper
-from lmc.documents.known import REMOVED_BY_USER, KnownDocument, KnownDocuments
+from lmc.documents.known import REMOVED_BY_USER, KnownDocument
+from lmc.documents.server import FollowingEngine
 from lmc.errors import InputError
 from lmc.server import messages as m
 from lmc.shapes import MIB
@@ -14,21 +18,24 @@ MAX_REQUEST_BYTES = 2 * MIB  # of tokens
 
 
 class RemoteKeeper(DocumentKeeper):
-    """A `DocumentKeeper` that sends its operations to the server."""
+    """A `DocumentKeeper` that sends its operations to the server, and follows the changes there."""
 
     def __init__(
         self,
         ask: Callable[[m.Request, Any], Any],
         pinned_chunks: Callable[[], int],
-        known: KnownDocuments,
-        unqueue: Callable[[KnownDocument], object],
+        engine: FollowingEngine,
+        changes: int,
     ) -> None:
         """`ask` returns the server's response to a request, or its second argument while the server is away.
 
-        `pinned_chunks` returns the server's number of pinned chunks. The documents are among `known`. `unqueue` removes
-        one from the learn queue.
+        `pinned_chunks` returns the server's number of pinned chunks. `changes` is the number of a change of documents
+        before which the engine has not begun to read which documents the server has.
         """
-        self._ask, self._pinned_chunks, self._known, self._unqueue = ask, pinned_chunks, known, unqueue
+        self._ask, self._pinned_chunks, self._engine, self._known = ask, pinned_chunks, engine, engine.known
+        self._changes = changes  # number of the last change that the engine knows
+        self._read_since: int | None = changes  # the last change before the reading that goes on
+        self._must_read = False  # whether the server may have documents that the engine does not know
         self.moving = threading.RLock()
 
     @property
@@ -55,12 +62,8 @@ class RemoteKeeper(DocumentKeeper):
 
     def remove(self, documents: Sequence[KnownDocument]) -> None:
         """Remove documents from all tiers and the learn queue; raise `InputError` if the server is away."""
-        for document in documents:
-            self._unqueue(document)
         self._keep(documents, "remove")
-        self._known.remove(documents, REMOVED_BY_USER)
-        for document in documents:
-            document.pinned, document.expires = False, 0.0
+        self._remove(documents, REMOVED_BY_USER)
 
     def renamed(self, documents: Sequence[KnownDocument]) -> None:
         """Do nothing: the server has its own names, which its administration changes."""
@@ -77,6 +80,41 @@ class RemoteKeeper(DocumentKeeper):
 
     def close(self) -> None:
         """Do nothing: the server continues to run."""
+
+    def attached_again(self) -> None:
+        """Read again which documents the server has: it may be another one, and the last reading may be incomplete."""
+        self._must_read = True
+
+    def follow(self, ask: Callable[[m.DocumentsSince], m.ChangedDocuments], last: int) -> bool:
+        """Register the next documents that were learned or removed, up to the server's `last` change.
+
+        Returns whether there are more.
+        """
+        if self._read_since is not None and not self._engine.reads():
+            # Documents that were removed during the reading may have become known afterwards.
+            self._changes, self._read_since = self._read_since, None
+        more = False
+        if self._changes != last:
+            changed = ask(m.DocumentsSince(self._changes))
+            for described in changed.learned:
+                described.noted(self._known)
+            for name, reason in changed.removed.items():
+                if (document := self._known.get(name)) is not None:
+                    self._remove([document], reason)
+            self._known.prepare()
+            self._changes, more = changed.number, changed.more
+            self._must_read |= not changed.complete
+        if self._must_read and self._read_since is None and not more:
+            self._must_read, self._read_since = False, self._changes
+            self._engine.read_again()
+        return more
+
+    def _remove(self, documents: Sequence[KnownDocument], reason: str) -> None:
+        """Mark documents as removed that the server has removed."""
+        self._known.remove(documents, reason)
+        for document in documents:
+            self._engine.removed(document)
+            document.pinned, document.expires = False, 0.0
 
     def _keep(
         self,

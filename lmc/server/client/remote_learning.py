@@ -1,7 +1,7 @@
 """The exchange of waiting documents between an engine and a cache server.
 
-An engine offers the documents in its learn queue, and gets documents of other engines when it is idle. It also gets
-the documents that other engines have learned, to find them in prompts. See `learning.py` for the server's side.
+An engine offers the documents in its learn queue, and gets documents of other engines when it is idle. See
+`learning.py` for the server's side.
 """
 
 from array import array
@@ -48,12 +48,10 @@ class RemoteLearning:
             :MAX_SENT_NAMESPACES
         ]
         self._sent_namespaces.update(unknown)
-        return m.Ping(new, unknown, has_time=not waiting and self._engine.has_time(), finds=True)
+        return m.Ping(new, unknown, has_time=not waiting and self._engine.has_time())
 
-    def got(self, wanted: Iterable[Unlearned], learned: Iterable[m.Described]) -> None:
-        """Queue the documents that the server wants to be learned, and register those that were learned."""
+    def got(self, wanted: Iterable[Unlearned]) -> None:
+        """Queue the documents that the server wants to be learned."""
         for document in wanted:
             self._exchanged.add(document)
             self._engine.learn(document)
-        for described in learned:
-            described.noted(self._engine.known)

@@ -9,7 +9,7 @@ available and all pins and reservations of the old server are released.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -17,8 +17,7 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from lmc.documents.known import KnownDocument, KnownDocuments
-from lmc.documents.server import DocumentServer, LearningEngine
+from lmc.documents.server import DocumentServer, FollowingEngine, LearningEngine
 from lmc.errors import ChunkLost, LmcError, StorageError, TierUnusable
 from lmc.http.address import is_local_url
 from lmc.keys import ChunkKey
@@ -74,6 +73,7 @@ class RemoteStore(ChunkStore, DocumentServer):
         self._leasing_requests = 0  # requests in flight whose responses may contain leases
         self._pinned_chunks = 0  # chunks of pinned documents in the server, for all clients
         self._learning: RemoteLearning | None = None  # None if this process learns no documents
+        self._keeper: RemoteKeeper | None = None
         self._counts = RunningCounts()
         self._ended = threading.Event()
         self.cost, self.changes = CostModel(), _RemoteChanges(self)
@@ -81,7 +81,9 @@ class RemoteStore(ChunkStore, DocumentServer):
         self._last: Attachment | None = None  # the attachment whose slab may still be mapped
         self._complained = float("-inf")
         try:
-            self._take(self._attach())
+            at = self._attach()
+            self._changes_at_start = at.changes
+            self._take(at)
         except Gone as error:
             raise TierUnusable(f"the cache server at {path} closed the connection ({error})") from error
         self._thread = threading.Thread(target=self._keep_attached, name="lmc-server", daemon=True)
@@ -203,9 +205,10 @@ class RemoteStore(ChunkStore, DocumentServer):
         at = self.attachment
         return at.serial if at is not None else 0
 
-    def keeper(self, known: KnownDocuments, unqueue: Callable[[KnownDocument], object]) -> RemoteKeeper:
+    def keeper(self, engine: FollowingEngine) -> RemoteKeeper:
         """See `DocumentServer.keeper`."""
-        return RemoteKeeper(self.ask_slowly, lambda: self._pinned_chunks, known, unqueue)
+        self._keeper = RemoteKeeper(self.ask_slowly, lambda: self._pinned_chunks, engine, self._changes_at_start)
+        return self._keeper
 
     def share_learning(self, engine: LearningEngine) -> None:
         """See `DocumentServer.share_learning`."""
@@ -304,6 +307,8 @@ class RemoteStore(ChunkStore, DocumentServer):
             raise
         if self._learning is not None:
             self._learning.begin()
+        if self._keeper is not None:
+            self._keeper.attached_again()
         self._counts.begin(beat.stats)
         self._pinned_chunks = beat.pinned
         with self._lock:
@@ -340,9 +345,11 @@ class RemoteStore(ChunkStore, DocumentServer):
         self._counts.update(beat.stats)
         self._pinned_chunks = beat.pinned
         if learning:
-            learning.got(beat.wanted, beat.learned)
+            learning.got(beat.wanted)
         self.cost.take_speeds(beat.speeds)
         at.slow.ask_if_idle(m.Ping())
+        while self._keeper is not None and self._keeper.follow(at.quick.ask, beat.changes):
+            at.slow.ask_if_idle(m.Ping())  # Each of the two connections must not be silent for long.
 
     def _unused(self) -> bool:
         """Return whether nothing of the last server is held; if so, unmap its memory."""
