@@ -12,6 +12,7 @@ from typing import Any
 
 import uvicorn
 from echo_engine import EchoEngine
+from storage_fakes import eventually
 
 from lmc.router.application import Router
 from lmc.router.connections import bounded_protocol
@@ -82,6 +83,7 @@ class House:
 
     router: Served
     engines: list[Served]
+    known: Engines
     connections: list[HTTPConnection] = field(default_factory=list)
 
     @property
@@ -99,6 +101,10 @@ class House:
         with closing(self._sent(path, body, headers, method)) as connection:
             answer = connection.getresponse()
             return answer.status, json.loads(answer.read() or b"null")
+
+    def rest(self) -> None:
+        """Wait until the router has noted the end of all requests, after which its choices do not depend on them."""
+        eventually(lambda: not any(engine.candidate.load for engine in self.known))
 
     def numbers(self, name: str) -> float:
         """Return the sum of a metric over its labels."""
@@ -126,7 +132,7 @@ def house(count: int = 2, policy: str = "documents", options: Any = None, **sett
             known.add(address(one.url))
         application = Router(RouterSettings(**settings), make(policy, **(options or {})), known)
         router = opened.enter_context(served(application, lifespan=True, http=bounded_protocol()))
-        built = House(router, engines)
+        built = House(router, engines, known)
         try:
             yield built
         finally:  # Servers take a moment to end, and all of them the same one.

@@ -15,7 +15,7 @@ from test_router_events import AdminEndpoint, event, listed, publisher, until
 from lmc.blend.markers import Markers
 from lmc.errors import InputError
 from lmc.keys import tenant_of, tokens_digest
-from lmc.router import document_search
+from lmc.router import document_search, prefills
 from lmc.router.cut import SEPARATED, Cutter, content_of, with_found
 from lmc.router.document_index import DocumentIndex, ReportedDocument
 from lmc.router.document_reader import DocumentReader
@@ -70,8 +70,12 @@ def separated(*names: str) -> str:
 
 @pytest.fixture(scope="module")
 def two():
-    """A router whose engines were each sent other documents between separators, of tenant t and of none."""
-    with house(2) as built:
+    """A router whose engines were each sent other documents between separators, of tenant t and of none.
+
+    It measures no rates, which would decide between the engines on a machine that is busy with something else.
+    """
+    with pytest.MonkeyPatch.context() as patch, house(2) as built:
+        patch.setattr(prefills, "MIN_MEASUREMENTS", float("inf"))
         for salt in ("", "t"):
             for name in NAMES:
                 built.send(ASK, {**MODEL, "prompt": separated(name), **({"cache_salt": salt} if salt else {})}).read()
@@ -85,6 +89,7 @@ def two():
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_documents_are_found_as_applications_write_them(two, path, template):
     body = BODIES[path](rag_prompt(template))
+    two.rest()
     status, found = two.ask(EXPLAIN, body)
     assert (status, found["documents"]) == (200, {"separators": 0, "tokens": 0, "words": 3})
     assert sum(one["documents"] for one in found["engines"]) == 3
@@ -94,6 +99,7 @@ def test_documents_are_found_as_applications_write_them(two, path, template):
 
 def test_a_prompt_goes_to_the_engine_that_has_its_document(two):
     for name in NAMES:
+        two.rest()
         home = two.ask(EXPLAIN, {**MODEL, "prompt": separated(name)})[1]["engine"]
         prompt = f"A prompt with another beginning. {rag_prompt('numbers', (name,))}"
         answer = two.send(ASK, {**MODEL, "prompt": prompt})
