@@ -23,7 +23,7 @@ from storage_fakes import (
     stored,
     writing,
 )
-from tier_contract import LocalContract, read, write
+from tier_contract import OverDict, read, write
 from tier_wrappers import Counted
 
 from lmc.errors import ChunkLost, ConfigError, CorruptRecord
@@ -40,15 +40,6 @@ K0, K1, K2 = map(key_of, range(3))
 lz4 = pytest.importorskip("lz4.block")
 DTYPES = {torch.bfloat16: 2, torch.float16: 2, torch.float32: 4, torch.uint8: 1}
 REPEATS = 4
-
-
-class OverDict(LocalContract):
-    def raw_read(self, tier, key):
-        record = tier.inner.records.get(key)
-        return None if record is None else bytes(record)
-
-    def raw_write(self, tier, key, blob):
-        tier.inner.records[key] = bytearray(blob)
 
 
 class TestCoded(OverDict):

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 from storage_fakes import PARTS, DictTier, content, get, key_of, memory, meta_of, put, raw_record, stored
-from tier_contract import LocalContract, read, write
+from tier_contract import OverDict, read, write
 
 from lmc.config.settings import Settings
 from lmc.config.sources import shown
@@ -47,22 +47,13 @@ def labelled(key: bytes = K0, tenant: str = "") -> RecordMeta:
     return replace(meta_of(key), kind=kind, label=SECRET_LABEL, model=model, tenant=tenant_of(tenant))
 
 
-class OfDict(LocalContract):
-    def raw_read(self, tier, key):
-        record = tier.inner.records.get(key)
-        return None if record is None else bytes(record)
-
-    def raw_write(self, tier, key, blob):
-        tier.inner.records[key] = bytearray(blob)
-
-
-class TestWithoutKeys(OfDict):
+class TestWithoutKeys(OverDict):
     @pytest.fixture
     def tier(self):
         return encrypted(DictTier())
 
 
-class TestEncrypted(OfDict):
+class TestEncrypted(OverDict):
     @pytest.fixture
     def tier(self):
         return encrypted(DictTier(), FIRST)

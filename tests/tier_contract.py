@@ -298,6 +298,17 @@ class LocalContract(ListedContract):
             assert tier.faults() == []
 
 
+class OverDict(LocalContract):
+    """What a tier promises that wraps a `DictTier`."""
+
+    def raw_read(self, tier, key):
+        record = tier.inner.records.get(key)
+        return None if record is None else bytes(record)
+
+    def raw_write(self, tier, key, blob):
+        tier.inner.records[key] = bytearray(blob)
+
+
 def write(tier: Tier, key: ChunkKey) -> None:
     assert tier.write(meta_of(key), [stored(meta_of(key))]) is Written.STORED
 

@@ -28,10 +28,6 @@ class DocumentsByChunk(Generic[D]):
         self._first: dict[ChunkKey, D] = {}
         self._others: dict[ChunkKey, dict[ChunkKey, D]] = {}  # by the chunk, and by the document's last chunk
 
-    def __len__(self) -> int:
-        """Return the number of chunks."""
-        return len(self._first)
-
     def add(self, key: ChunkKey, document: D) -> None:
         """Add a document that has a chunk. It may be there already."""
         first = self._first.setdefault(key, document)

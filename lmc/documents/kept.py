@@ -6,13 +6,13 @@ tenant has a secret key. A change is on the disk when a call returns, and what i
 """
 
 import json
-import os
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from lmc.databases import create_private, transaction
 from lmc.documents.known import KnownDocument, pack_tokens, unpack_tokens
 from lmc.errors import CorruptRecord, InputError
 from lmc.keys import ChunkKey
@@ -147,8 +147,8 @@ def pinned_keys(directory: Path) -> set[ChunkKey]:
 @contextmanager
 def _opened(path: Path, *, change: bool = False) -> Iterator[sqlite3.Connection]:
     """Open the database. With `change`, it is created if needed, and the block's changes are committed at its end."""
-    if change:  # SQLite would create a file that everybody can read, and it has tokens of tenants' documents.
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+    if change:
+        create_private(path)  # It has tokens of tenants' documents.
     with closing(sqlite3.connect(path, timeout=PATIENCE_SECONDS, isolation_level=None)) as database:
         (version,) = database.execute("PRAGMA user_version").fetchone()
         if version not in (0, VERSION):
@@ -157,16 +157,10 @@ def _opened(path: Path, *, change: bool = False) -> Iterator[sqlite3.Connection]
             yield database
             return
         database.executescript("PRAGMA auto_vacuum = FULL; PRAGMA secure_delete = ON; PRAGMA synchronous = EXTRA")
-        database.execute("BEGIN IMMEDIATE")
-        try:
+        with transaction(database):
             database.execute(TABLE)
             database.execute(f"PRAGMA user_version = {VERSION}")
             yield database
-            database.execute("COMMIT")
-        except BaseException:
-            with suppress(sqlite3.Error):
-                database.execute("ROLLBACK")
-            raise
 
 
 @contextmanager

@@ -73,7 +73,8 @@ def read_documents(
         reader.add_folder(path, patterns)
     elif os.path.exists(source):  # A file or a pipe. Unlike `Path`, this accepts a name of any length.
         ending = path.suffix.lower()
-        reader.add_file(path, path.name, is_text=ending in ENDINGS or (None if ending not in JSON_ENDINGS else False))
+        by_ending = True if ending in ENDINGS else False if ending in JSON_ENDINGS else None
+        reader.add_file(path, path.name, is_text=by_ending)
     else:
         raise InputError(
             f"{source} does not exist: use a directory of text files, a JSON or JSONL file, or - for standard input"
@@ -148,7 +149,9 @@ class _Reader:
         except InputError as error:
             self._corpus.skipped[name_of(name)] = str(error)
             return
-        if not text.lstrip().startswith(("{", "[")) if is_text is None else is_text:
+        if is_text is None:
+            is_text = not text.lstrip().startswith(("{", "["))
+        if is_text:
             self._add(name_of(name), text)
         else:
             self.add_entries(name_of(name), text)

@@ -90,7 +90,7 @@ def test_repeated_text_that_was_evicted_is_learned_again(lab, texts, encode):
     before = counted(lab)
     assert "reused_tokens" not in (facts(ask(lab, encode(prompt(texts, (1, 2, 3), 8)))) or {})
     learned = gained(lab, before)
-    assert learned[0] == 0, "it is no new text"
+    assert learned[0] == 0, "the text was known before"
     assert learned[1] >= 1
     lab.forget_prefixes()
     lab.forget_pages()

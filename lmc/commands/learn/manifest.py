@@ -6,10 +6,11 @@ It is a SQLite database with one row per document, which is committed when the d
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
+from lmc.databases import transaction
 from lmc.documents.sources import Document
 from lmc.errors import InputError
 from lmc.small_files import user_cache, writing
@@ -47,7 +48,9 @@ class Manifest:
                 # A commit survives a killed process. After a power failure, a few documents are learned again.
                 self._database.execute("PRAGMA synchronous = NORMAL")
                 if not beginning:
-                    self._database.executescript(f"BEGIN IMMEDIATE; {TABLE}; PRAGMA user_version = {VERSION}; COMMIT")
+                    with transaction(self._database):
+                        self._database.execute(TABLE)
+                        self._database.execute(f"PRAGMA user_version = {VERSION}")
                 elif self._database.execute("PRAGMA user_version").fetchone() != (VERSION,):
                     raise InputError(f"{path} is not a manifest of lmc learn; {OTHER_FILE}")
             except BaseException:
@@ -77,16 +80,9 @@ class Manifest:
     def add(self, document: Document, ids: Sequence[str]) -> None:
         """Record a text as stored, as the documents with these ids. Raises `InputError` if this fails."""
         forgotten, row = [(name,) for name in self._forgotten], (document.id, document.digest, json.dumps(list(ids)))
-        with self._using():
-            self._database.execute("BEGIN IMMEDIATE")
-            try:
-                self._database.executemany("DELETE FROM learned WHERE id = ?", forgotten)
-                self._database.execute("INSERT OR REPLACE INTO learned VALUES (?, ?, ?)", row)
-                self._database.execute("COMMIT")
-            except BaseException:
-                with suppress(sqlite3.Error):
-                    self._database.execute("ROLLBACK")
-                raise
+        with self._using(), transaction(self._database):
+            self._database.executemany("DELETE FROM learned WHERE id = ?", forgotten)
+            self._database.execute("INSERT OR REPLACE INTO learned VALUES (?, ?, ?)", row)
         self._forgotten.clear()
 
     def _row(self, document: Document) -> tuple[str, str] | None:

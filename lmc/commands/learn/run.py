@@ -71,16 +71,16 @@ class LearnRun:
 
     def notes(self, learner: Learner | None, special: str, share: float, chunk_size: int, dry_run: bool) -> list[str]:
         """Return the notes to print before the run. Unless `dry_run`, also checks documents of earlier runs."""
-        separators = _with_separators(self.documents, special)
-        if learner is None:
-            return [separators] if separators else []
-        before, new = list[str](), len(self.new)
-        if not dry_run:
+        notes, new = list[str](), len(self.new)
+        if learner is not None and not dry_run:
             unknown = self.check_old(learner)
             lost = len(self.new) - new
             again = f"learning {counted(lost, 'document')} again that the server no longer has" if lost else ""
-            before = [self.note, again, unknown]
-        return list(filter(None, (*before, separators, self.too_many(learner, share, chunk_size))))
+            notes = [self.note, again, unknown]
+        notes.append(_with_separators(self.documents, special))
+        if learner is not None:
+            notes.append(self.too_many(learner, share, chunk_size))
+        return list(filter(None, notes))
 
     def check_old(self, learner: Learner) -> str:
         """Apply `retention` to documents that were learned before, and queue missing documents to be learned again.

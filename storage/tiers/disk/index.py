@@ -13,7 +13,6 @@ The mark itself is synced to the disk. See https://sqlite.org/wal.html.
 
 import errno
 import logging
-import os
 import sqlite3
 import threading
 import time
@@ -23,6 +22,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lmc.databases import create_private, transaction
 from lmc.keys import ChunkKey, RecordKind
 from lmc.storage.locks import Rank, new_lock
 from lmc.storage.tiers.record import RecordMeta
@@ -218,9 +218,9 @@ class DiskIndex:
 
     def _open(self, path: str) -> sqlite3.Connection:
         """Open a database, and create its tables. Raises `sqlite3.Error` for one of another version."""
-        if path != IN_MEMORY:  # SQLite would create a file that everybody can read.
+        if path != IN_MEMORY:
             with suppress(OSError):
-                os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+                create_private(Path(path))
         database = sqlite3.connect(path, timeout=PATIENCE_SECONDS, check_same_thread=False, isolation_level=None)
         try:
             database.execute("PRAGMA journal_mode = WAL")
@@ -287,8 +287,7 @@ class DiskIndex:
         gone = [(key,) for key, row in rows.items() if row is None]
         new = [row for row in rows.values() if row is not None]
         database = self._database
-        database.execute("BEGIN IMMEDIATE")
-        try:
+        with transaction(database):
             for table in ("records", "headers"):
                 database.executemany(f"DELETE FROM {table} WHERE key = ?", gone)
             database.executemany(
@@ -302,11 +301,6 @@ class DiskIndex:
             database.executemany(
                 "UPDATE records SET used = ? WHERE key = ?", [(used, key) for key, used in uses.items()]
             )
-            database.execute("COMMIT")
-        except BaseException:
-            with suppress(sqlite3.Error):
-                database.execute("ROLLBACK")
-            raise
 
     def _commit_one_by_one(self, rows: Mapping[ChunkKey, _Row | None], uses: Mapping[ChunkKey, int]) -> None:
         """Commit each row by itself. A row that SQLite does not take is left out; its record is found while this runs.
