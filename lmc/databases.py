@@ -6,6 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+# SQLite's codes for a database that is busy, locked or read-only, and for a lack of memory, of space or of permissions.
+PASSING = frozenset({5, 6, 7, 8, 10, 13, 14})
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Return whether a database will not be usable later either: it is damaged, or has other tables or another version.
+
+    Otherwise it may be whole: it is locked, for example, or the disk is full.
+    """
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF not in PASSING
+
 
 def create_private(path: Path) -> None:
     """Create the empty file of a database if there is none, for this user alone.

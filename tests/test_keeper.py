@@ -386,13 +386,15 @@ def test_a_row_that_is_wrong_is_passed_over(tmp_path, damage):
     assert rows(tmp_path, "SELECT count(*) FROM kept") == [(2,)]
 
 
-@pytest.mark.parametrize("damage", ["bytes", "version"])
+@pytest.mark.parametrize("damage", ["bytes", "version", "columns"])
 def test_a_database_that_is_damaged_is_set_aside(tmp_path, damage, caplog):
     with closing(engine_of(tmp_path)) as engine:
         engine.keeper.pin([learn(engine, A)])
     path = tmp_path / "disk" / FILE
     if damage == "bytes":
         path.write_bytes(b"no database" * 1000)
+    elif damage == "columns":
+        rows(tmp_path, "ALTER TABLE kept DROP COLUMN expires")
     else:
         rows(tmp_path, f"PRAGMA user_version = {VERSION + 1}")
     with closing(engine_of(tmp_path)) as engine:

@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmc.databases import create_private, transaction
+from lmc.databases import create_private, is_damage, transaction
 from lmc.documents.known import KnownDocument, pack_tokens, unpack_tokens
 from lmc.errors import CorruptRecord, InputError
 from lmc.keys import ChunkKey
@@ -98,8 +98,8 @@ class KeptDocuments:
 
     def set_aside(self, error: Exception) -> Path | None:
         """Rename a database that is damaged, as the error says, so that a new one can be made. Returns its new path."""
-        if isinstance(error, sqlite3.OperationalError) or not isinstance(error, sqlite3.DatabaseError):
-            return None  # It may be readable later.
+        if not isinstance(error, sqlite3.Error) or not is_damage(error):
+            return None
         aside = self.path.with_name(f"{self.path.name}.damaged")
         with suppress(OSError):
             self.path.replace(aside)

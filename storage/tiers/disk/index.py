@@ -22,7 +22,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lmc.databases import create_private, transaction
+from lmc.databases import create_private, is_damage, transaction
 from lmc.keys import ChunkKey, RecordKind
 from lmc.storage.locks import Rank, new_lock
 from lmc.storage.tiers.record import RecordMeta
@@ -37,8 +37,6 @@ PAGE_ROWS = 1000  # rows that are read at once
 RETRY_SECONDS = 10.0  # after a commit that failed
 PATIENCE_SECONDS = 5.0  # A command that reads the index may hold its lock for a moment.
 IN_MEMORY = ":memory:"
-# SQLite's codes for a database that is busy, locked or read-only, and for a lack of memory, of space or of permissions.
-PASSING = frozenset({5, 6, 7, 8, 10, 13, 14})
 KINDS = {kind.value: kind for kind in RecordKind}
 TABLES = """
 CREATE TABLE IF NOT EXISTS records (key BLOB PRIMARY KEY, bytes INT, used INT, kind TEXT) WITHOUT ROWID;
@@ -89,13 +87,13 @@ class DiskIndex:
             self.complete = bool(self._database.execute("SELECT complete FROM state").fetchone()[0])
             self._mark(complete=False)
         except (sqlite3.Error, TypeError) as error:
-            if _may_pass(error):
+            if isinstance(error, TypeError) or is_damage(error):  # A type error: it has no row of its state.
+                log.warning("the index %s cannot be used (%s): it is built anew", self._path, error)
+                self._database, self.complete = self._open_anew(), False
+            else:
                 log.warning("the index %s cannot be used now (%s): all records are read", self._path, error)
                 self._database, self.complete = self._open(IN_MEMORY), False
                 self._damaged = True  # It will lack what happens from now on.
-            else:
-                log.warning("the index %s cannot be used (%s): it is built anew", self._path, error)
-                self._database, self.complete = self._open_anew(), False
         self._thread = threading.Thread(target=self._commit_regularly, name="lmc-disk-index", daemon=True)
         self._thread.start()
 
@@ -175,8 +173,7 @@ class DiskIndex:
             except sqlite3.Error as error:
                 with self._mutex:
                     self._rows, self._uses = rows | self._rows, uses | self._uses
-                # An operational error may pass, such as a full disk. Others mean that the database is damaged.
-                self._damaged = self._damaged or not isinstance(error, sqlite3.OperationalError)
+                self._damaged = self._damaged or is_damage(error)
                 if not self._failed:
                     log.warning("the index %s cannot be written (%s); records are still found", self._path, error)
                 self._failed = True
@@ -325,11 +322,6 @@ class DiskIndex:
                 self._changed.set()
                 if self._ended.wait(RETRY_SECONDS):
                     return
-
-
-def _may_pass(error: Exception) -> bool:
-    """Return whether a database may be whole although it cannot be opened: it is locked, or the disk is full."""
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF in PASSING
 
 
 def read_uses(root: Path) -> dict[ChunkKey, float]:
