@@ -8,7 +8,7 @@ import pytest
 from vllm_fakes import Lab, Request
 
 from lmc.connectors.vllm.scheduler import request_state
-from lmc.connectors.vllm.scheduler.request_state import RequestState, Role
+from lmc.connectors.vllm.scheduler.request_state import RequestState, Role, Stamp
 from lmc.connectors.vllm.scheduler.roles import Roles
 
 
@@ -22,7 +22,7 @@ def test_the_blocks_of_a_request_with_lora_are_hashed_once(monkeypatch: pytest.M
 
     monkeypatch.setattr(request_state, "hashlib", SimpleNamespace(sha256=sha256))
     request = SimpleNamespace(block_hashes=[b"%d" % i for i in range(100)])
-    state = RequestState(request=request, role=Role.EXACT, stamp=b"adapter")
+    state = RequestState(request=request, role=Role.EXACT, stamp=Stamp(b"adapter"))
     first = list(state.hashes)
     for _ in range(10):
         assert state.hashes == first
@@ -36,12 +36,12 @@ def test_the_blocks_of_a_request_with_lora_are_hashed_once(monkeypatch: pytest.M
 def test_the_hash_of_a_block_that_gets_another_last_token_is_stamped_again(kept: int) -> None:
     """A session that gets more input drops its last token, which has no KV, and the hashes from its block on."""
     request = SimpleNamespace(block_hashes=[b"a", b"b", b"c"])
-    state = RequestState(request=request, role=Role.EXACT, stamp=b"adapter")
+    state = RequestState(request=request, role=Role.EXACT, stamp=Stamp(b"adapter"))
     first = list(state.hashes)
     del request.block_hashes[kept:]
     assert list(state.hashes) == first[:kept]
     request.block_hashes += [b"other", b"c"]
-    fresh = RequestState(request=request, role=Role.EXACT, stamp=b"adapter")
+    fresh = RequestState(request=request, role=Role.EXACT, stamp=Stamp(b"adapter"))
     assert state.hashes == fresh.hashes
     del request.block_hashes[kept:]
     request.block_hashes += [b"third"]

@@ -1446,7 +1446,7 @@ def sampled(make):
     assert lab.admit(first) == len(PLAIN)
     assert lab.admit(second) is None
     lab.step()
-    assert not state_of(lab, "second").pins
+    assert not state_of(lab, "second").chunks.pins
     return lab, first, second
 
 

@@ -81,10 +81,10 @@ def test_a_preempted_request_is_watched_and_then_rests_as_long_as_its_new_chunk_
 def test_a_resting_request_that_got_more_input_is_watched():
     """The engine asks no hook about a session that gets more input."""
     watched, state = resting(100, most=2)
-    state.decodes, state.save_at = True, 500
+    state.decodes, state.saving.next_at = True, 500
     assert not watched.begin_step({"one": 2})
     assert watched.begin_step({"one": 3}) == [state]
-    assert (state.decodes, state.save_at) == (False, 0)
+    assert (state.decodes, state.saving.next_at) == (False, 0)
 
 
 def test_ended_requests_are_not_kept():

@@ -188,7 +188,7 @@ def test_an_abort_before_a_load_lets_go_of_its_chunks(lab, steps):
     gate = Gate(lab)
     name = steps.add(PROMPT.tokens, PROMPT.blend(**EXACT))
     steps.step(3)
-    assert steps.state(name).pins
+    assert steps.state(name).chunks.pins
     steps.abort(name)
     gate.open()
     assert right(lab, lab.ask(PROMPT.tokens, PROMPT.blend(**EXACT)), PROMPT.tokens)

@@ -48,7 +48,7 @@ class Admission:
         if not self._blending and not self._waiting_blocks:
             return False
         first, has_time = set[str](), self.has_time_to_wait(state)
-        if state.is_long and has_time:
+        if state.waiting.is_long and has_time:
             first = {blend.id for blend in self._blending.values() if self._comes_before(blend.request, state.request)}
         blocks = self._groups.kept(state.request.num_tokens - local)
         lacks_blocks = self._waiting_blocks and self._waiting_blocks + blocks > self._pool.get_num_free_blocks()
@@ -91,7 +91,7 @@ class Admission:
         other = self._exact_loads.get(hashes[block])
         if other is None or other is state or other.request.block_hashes[last : last + 1] != hashes[last : last + 1]:
             return False
-        state.awaited = other
+        state.waiting.awaited = other
         if not self._awaits_load(state):
             return False
         self._claims.release(state)
@@ -112,8 +112,8 @@ class Admission:
     def has_time_to_wait(self, state: RequestState, seconds: float = MAX_TURN_SECONDS) -> bool:
         """Return whether a request may wait longer: `seconds` in all, from the first call on."""
         now = self._setup.clock()
-        state.turn_since = now if state.turn_since is None else state.turn_since
-        return now - state.turn_since < seconds
+        state.waiting.since = now if state.waiting.since is None else state.waiting.since
+        return now - state.waiting.since < seconds
 
     def begin_blend(self, state: RequestState, tokens: int, *, ready: bool) -> None:
         """Record a blend of `tokens` tokens of a prompt. It is `ready` if all chunks are in memory."""
@@ -130,13 +130,13 @@ class Admission:
         """Record a load that begins after `local` tokens, so that requests that would load the same wait for it."""
         for block in state.request.block_hashes[local // self._setup.block_size :][:1]:
             self._exact_loads[block] = state
-            state.loads_from = block
+            state.waiting.loads_from = block
 
     def end_exact_load(self, state: RequestState) -> None:
         """Record that requests need not wait for the load of this one any more."""
-        if state.loads_from is not None and self._exact_loads.get(state.loads_from) is state:
-            del self._exact_loads[state.loads_from]
-        state.loads_from = None
+        if state.waiting.loads_from is not None and self._exact_loads.get(state.waiting.loads_from) is state:
+            del self._exact_loads[state.waiting.loads_from]
+        state.waiting.loads_from = None
 
     @property
     def blends(self) -> bool:
@@ -152,10 +152,10 @@ class Admission:
 
     def _awaits_load(self, state: RequestState) -> bool:
         """Return whether the load for which a request waits is still under way, and the request may wait longer."""
-        other = state.awaited
-        if other is None or other.loads_from is None or other.has_begun or not self.has_time_to_wait(state):
-            state.awaited = None
-        return state.awaited is not None
+        other = state.waiting.awaited
+        if other is None or other.waiting.loads_from is None or other.has_begun or not self.has_time_to_wait(state):
+            state.waiting.awaited = None
+        return state.waiting.awaited is not None
 
     def _comes_before(self, request: Any, other: Any) -> bool:
         """Return whether the engine serves a request before another one that waits as well."""

@@ -40,12 +40,12 @@ class Claims:
         if self._setup.states:  # The engine computes the last token again, from the state before that token.
             hashes = hashes[: (state.request.num_tokens - 1) // size]
         chain = self._engine.block_chain(hashes, size)
-        match = self._engine.look(self.usable(state, local), chain, state.elsewhere)
+        match = self._engine.look(self.usable(state, local), chain, state.chunks.elsewhere)
         if state.revision is not None:
             match = state.revision.match(match)
-        if state.elsewhere is None:
+        if state.chunks.elsewhere is None:
             shared = self._engine.store.shared_places
-            state.elsewhere = {piece.key: str(piece.place) for piece in match.pieces if piece.place in shared}
+            state.chunks.elsewhere = {piece.key: str(piece.place) for piece in match.pieces if piece.place in shared}
         return match
 
     def asks(self, state: RequestState, match: Match) -> bool:
@@ -70,14 +70,15 @@ class Claims:
             return False
         pace = None if learns else store.cost.prefill_pace()
         seconds = pace * sum(piece.tokens for piece in missing) if pace else ANSWER_SECONDS
-        state.asked, state.answers_due = keys, self._setup.clock() + min(ANSWER_SECONDS, seconds)
+        state.chunks.asked, state.chunks.answers_due = keys, self._setup.clock() + min(ANSWER_SECONDS, seconds)
         return True
 
     def awaits_answers(self, state: RequestState) -> bool:
         """Return whether a request goes on waiting for answers. If not, the tiers are searched again."""
-        if self._setup.clock() < state.answers_due and self._engine.store.unanswered(state.asked):
+        chunks = state.chunks
+        if self._setup.clock() < chunks.answers_due and self._engine.store.unanswered(chunks.asked):
             return True
-        state.asked, state.elsewhere = (), None
+        chunks.asked, chunks.elsewhere = (), None
         return False
 
     def usable(self, state: RequestState, local: int) -> Match:
@@ -98,8 +99,8 @@ class Claims:
             question_rows=question_rows if state.role is Role.BLEND else None,
             block_size=self._setup.block_size,
             refused=state.refused,
-            memory_only=state.memory_only,
-            lost=frozenset(state.lost),
+            memory_only=state.chunks.memory_only,
+            lost=frozenset(state.chunks.lost),
             positions=self._setup.longest,
         )
 
@@ -109,8 +110,9 @@ class Claims:
         Waiting requests hold at most half of the slots.
         """
         plan = self._engine.plan(replace(match, local=local, refused=state.refused))
-        state.unknown, state.skipped, state.memory_only = plan.unknown, plan.skipped, plan.match.memory_only
-        state.refused, state.weighed = plan.match.refused, local
+        state.learning.unknown, state.refused = plan.unknown, plan.match.refused
+        chunks = state.chunks
+        chunks.skipped, chunks.memory_only, chunks.weighed = plan.skipped, plan.match.memory_only, local
         state.add_note(plan.note)
         self._engine.promotion.begin([piece.key for piece in plan.slow])
         away = list(dict.fromkeys(piece.key for piece in plan.pieces if piece.place not in AT_HAND))
@@ -127,55 +129,57 @@ class Claims:
         if self.is_late(state):
             self._give_up(state, PinState.COMING)
         match, late, missing = self.look(state, local), self.is_late(state), frozenset[ChunkKey]()
+        chunks = state.chunks
         while True:
-            plan = make_plan(replace(match, memory_only=state.memory_only or late, lost=missing.union(state.lost)))
+            plan = make_plan(replace(match, memory_only=chunks.memory_only or late, lost=missing.union(chunks.lost)))
             wanted = plan.keys
-            missing |= self._pin(state, [key for key in wanted if key not in state.pins])
+            missing |= self._pin(state, [key for key in wanted if key not in chunks.pins])
             if not self._give_up(state, PinState.LOST) and missing.isdisjoint(wanted):
                 break
         if self.waits(state):
             return None
-        if local != state.weighed:  # The engine's cache has changed since the blend was compared with prefill.
-            state.weighed = local
+        if local != chunks.weighed:  # The engine's cache has changed since the blend was compared with prefill.
+            chunks.weighed = local
             weighed = self._engine.without_slow_blend(plan)
             if weighed is not plan:
-                state.refused, state.skipped = weighed.match.refused, state.skipped + weighed.skipped
+                state.refused, chunks.skipped = weighed.match.refused, chunks.skipped + weighed.skipped
                 state.add_note(state.refused)
                 plan, wanted = weighed, weighed.keys
-        state.unknown = plan.unknown
-        self._release(state, state.pins.keys() - set(wanted))
+        state.learning.unknown = plan.unknown
+        self._release(state, chunks.pins.keys() - set(wanted))
         return plan
 
     def is_late(self, state: RequestState) -> bool:
         """Return whether no part arrived within one deadline, or not all parts within `DEADLINES` deadlines."""
-        if state.waiting_since is None:
+        chunks, deadline = state.chunks, self._settings.load_deadline
+        if chunks.waiting_since is None:
             return False
-        now, deadline = self._setup.clock(), self._settings.load_deadline
-        return now - state.progress_at > deadline or now - state.waiting_since > DEADLINES * deadline
+        now = self._setup.clock()
+        return now - chunks.progress_at > deadline or now - chunks.waiting_since > DEADLINES * deadline
 
     def waits(self, state: RequestState) -> bool:
         """Return whether no part of a pinned chunk has arrived yet, and the deadline has not passed."""
         store = self._engine.store
         return not self.is_late(state) and any(
-            store.state(pin) is PinState.COMING and not store.arrived(pin) for pin in state.pins.values()
+            store.state(pin) is PinState.COMING and not store.arrived(pin) for pin in state.chunks.pins.values()
         )
 
     def wait_from_now(self, state: RequestState) -> None:
         """Start the deadline now."""
-        state.waiting_since = state.progress_at = self._setup.clock()
+        state.chunks.waiting_since = state.chunks.progress_at = self._setup.clock()
 
     def note_progress(self, state: RequestState) -> None:
         """Record the time if the number of arrived parts has changed since the last call."""
-        arrived = sum(self._engine.store.arrived(pin) for pin in state.pins.values())
-        if arrived != state.parts_arrived:
-            state.parts_arrived, state.progress_at = arrived, self._setup.clock()
+        arrived = sum(self._engine.store.arrived(pin) for pin in state.chunks.pins.values())
+        if arrived != state.chunks.parts_arrived:
+            state.chunks.parts_arrived, state.chunks.progress_at = arrived, self._setup.clock()
 
     def arrived(self, state: RequestState) -> int:
         """Return the smallest number of arrived parts of the pinned chunks; `LOST` if a chunk is lost."""
         store = self._engine.store
-        if any(store.state(pin) is PinState.LOST for pin in state.pins.values()):
+        if any(store.state(pin) is PinState.LOST for pin in state.chunks.pins.values()):
             return LOST
-        return min((store.arrived(pin) for pin in state.pins.values()), default=LOST)
+        return min((store.arrived(pin) for pin in state.chunks.pins.values()), default=LOST)
 
     def give_up_late(self, state: RequestState) -> bool:
         """Release lost chunks and, after the deadline, incomplete chunks. Returns whether any chunk was released."""
@@ -185,24 +189,24 @@ class Claims:
 
     def release(self, state: RequestState) -> None:
         """Release everything that is pinned for a request."""
-        self._release(state, set(state.pins))
-        state.claim = state.waiting_since = None
+        self._release(state, set(state.chunks.pins))
+        state.claim = state.chunks.waiting_since = None
 
     def _pin(self, state: RequestState, keys: list[ChunkKey]) -> frozenset[ChunkKey]:
         """Pin chunks, and return those that could not be pinned."""
         unique = list(dict.fromkeys(keys))
-        found = self._engine.store.pin(unique, self._engine.lookup(unique, state.elsewhere or {}))
-        state.pins.update({pin.key: pin for pin in found if pin is not None})
-        return frozenset(unique) - state.pins.keys()
+        found = self._engine.store.pin(unique, self._engine.lookup(unique, state.chunks.elsewhere or {}))
+        state.chunks.pins.update({pin.key: pin for pin in found if pin is not None})
+        return frozenset(unique) - state.chunks.pins.keys()
 
     def _release(self, state: RequestState, keys: set[ChunkKey]) -> None:
         """Release chunks without waiting for their loads, because workers check the tags of the slots they read."""
         if keys:
-            self._engine.store.release([state.pins.pop(key) for key in keys], wait=False)
+            self._engine.store.release([state.chunks.pins.pop(key) for key in keys], wait=False)
 
     def _give_up(self, state: RequestState, what: PinState) -> bool:
         """Release chunks in the state `what`, and never try them again. Returns whether any chunk was released."""
-        useless = {key for key, pin in state.pins.items() if self._engine.store.state(pin) is what}
+        useless = {key for key, pin in state.chunks.pins.items() if self._engine.store.state(pin) is what}
         self._release(state, useless)
-        state.lost |= useless
+        state.chunks.lost |= useless
         return bool(useless)

@@ -56,10 +56,10 @@ class FollowUps:
 
     def repeats_blend(self, state: RequestState) -> bool:
         """Return whether a prompt begins with all documents of an earlier blend in the same order; it counts once."""
-        state.shared_with_blend = max(state.shared_with_blend, self._own_blends.repeats(state.exact_hashes))
-        if state.shared_with_blend:
+        state.follow_up.shared = max(state.follow_up.shared, self._own_blends.repeats(state.exact_hashes))
+        if state.follow_up.shared:
             self._note_follow_up(state)
-        return state.shared_with_blend > 0
+        return state.follow_up.shared > 0
 
     def continue_blend(self, state: RequestState, exact: int, *, by_separators: bool = False) -> bool:
         """Continue an earlier blend of the engine, or revise it if the request asks another question.
@@ -73,7 +73,7 @@ class FollowUps:
         request, policy = state.request, state.policy
         assert policy is not None
         self.restore_hashes(state)
-        state.searched = self._own_blends.added
+        state.follow_up.searched = self._own_blends.added
         documents = None if by_separators else [document.span for document in state.documents]
         for blend in self._own_blends.find(
             tenant=state.salt,
@@ -86,7 +86,7 @@ class FollowUps:
                 self._note_follow_up(state)
             if self._waits_for(blend, state):
                 asks = self._asks_another_question(state, blend)
-                state.awaited_hashes = () if asks else blend.hashes.whole()
+                state.follow_up.awaited_hashes = () if asks else blend.hashes.whole()
                 return True
             hashes, least = blend.hashes.whole(), max(exact, blend.first)
             reach = self._reach(hashes, blend.first // self._block_size)
@@ -96,10 +96,10 @@ class FollowUps:
             if (cached := self._groups.cached_tokens(request.block_hashes)) > least:
                 asks = self._asks_another_question(state, blend)
                 if asks and not self._may_revise(blend):
-                    state.shared_with_blend = cached  # So it is computed.
+                    state.follow_up.shared = cached  # So it is computed.
                     set_hashes(request, state.exact_hashes)
                     break
-                state.origin, state.blended_before = blend.origin, blend.end
+                state.origin, state.follow_up.blended_before = blend.origin, blend.end
                 if asks:
                     self._revise(state, blend, cached, continues=True)
                     state.question = max(state.question, self._last_question(state, blend))
@@ -119,7 +119,7 @@ class FollowUps:
         repeats = self.repeats_blend(state)
         if not self._weighs_blends:
             return ""
-        if repeats and state.shared_with_blend > exact:
+        if repeats and state.follow_up.shared > exact:
             return REPEATED
         stored = any(piece.stop > exact and piece.place for document in match.documents for piece in document.pieces)
         return UNPROFITABLE if stored and not self._balances.allows_blend(state.salt) else ""
@@ -134,34 +134,36 @@ class FollowUps:
         if state.role is not Role.BLEND or state.salts or state.revision or state.request.num_preemptions:
             return False
         if not self._awaits_blend(state):
-            added, hashes = self._own_blends.added_since(state.searched), state.exact_hashes
+            added, hashes = self._own_blends.added_since(state.follow_up.searched), state.exact_hashes
             if added is not None and not any(one.begins(hashes) or one.has_documents_of(hashes) for one in added):
-                state.searched = self._own_blends.added
+                state.follow_up.searched = self._own_blends.added
                 return False
-            looked = state.has_awaited_hashes  # The engine has looked for `local` with the hashes of the blend.
-            if not self.continue_blend(state, state.stored_exactly if looked else max(state.stored_exactly, local)):
+            stored = state.follow_up.stored_exactly
+            looked = state.follow_up.has_awaited_hashes  # The engine has looked for `local` with the blend's hashes.
+            if not self.continue_blend(state, stored if looked else max(stored, local)):
                 if not looked:
                     return False
-            elif looked and state.continues is not None and local == self._cached_for(state):
+            elif looked and state.follow_up.continues is not None and local == self._cached_for(state):
                 return False
-        if state.awaited_blend is not None and state.awaited_hashes and not state.has_awaited_hashes:
-            set_hashes(state.request, state.awaited_hashes)
-            state.has_awaited_hashes = True
+        mine = state.follow_up
+        if mine.awaited is not None and mine.awaited_hashes and not mine.has_awaited_hashes:
+            set_hashes(state.request, mine.awaited_hashes)
+            mine.has_awaited_hashes = True
         self._claims.wait_from_now(state)
         return True
 
     def restore_hashes(self, state: RequestState) -> None:
         """Give a request its own hashes again, if it has those of a blend that it has waited for."""
-        if state.has_awaited_hashes:
+        if state.follow_up.has_awaited_hashes:
             set_hashes(state.request, state.exact_hashes)
-            state.has_awaited_hashes = False
+            state.follow_up.has_awaited_hashes = False
 
     def was_blended_meanwhile(self, state: RequestState) -> bool:
         """Return whether a request plans a revision, and another one with the same prompt has begun it, or more.
 
         Samples of a prompt and retries arrive together. One of them revises the blend, and the others continue.
         """
-        added = self._own_blends.added_since(state.searched)
+        added = self._own_blends.added_since(state.follow_up.searched)
         return added is None or any(one.begins(state.exact_hashes) for one in added)
 
     def still_revises(self, state: RequestState, revision: Revision, local: int) -> bool:
@@ -197,7 +199,7 @@ class FollowUps:
         if lost := state.salts[len(kept) :]:
             set_hashes(request, request.block_hashes[: lost[0][0]])
         add_salt(request, salts[-1])
-        earlier = state.continues if kept else None
+        earlier = state.follow_up.continues if kept else None
         known = earlier.pieces if earlier is not None else ()
         pieces = [replace(one, tokens=min(one.tokens, first - one.at)) for one in known if one.at < first]
         pieces += [Placement(at=piece.at, tokens=piece.tokens, first=piece.first) for piece in reused]
@@ -221,7 +223,7 @@ class FollowUps:
         """Count the tokens that the engine computes for a request, and would have without its earlier blends."""
         if not state.request.num_preemptions:
             computed = state.request.num_computed_tokens
-            self._balances.followed(state.salt, max(0, state.shared_with_blend - computed))
+            self._balances.followed(state.salt, max(0, state.follow_up.shared - computed))
 
     def forget(self, state: RequestState) -> None:
         """Forget the blend of a request, whose blocks the engine does not have, or not as recorded."""
@@ -235,8 +237,8 @@ class FollowUps:
 
     def _note_follow_up(self, state: RequestState) -> None:
         """Count a request, once, that follows an earlier blend."""
-        if not state.follows:
-            state.follows = True
+        if not state.follow_up.follows:
+            state.follow_up.follows = True
             self._backfill.followed()
 
     def _reach(self, hashes: Sequence[bytes], first: int) -> int:
@@ -249,7 +251,7 @@ class FollowUps:
 
     def _continue_unchanged(self, state: RequestState, blend: OwnBlend) -> None:
         """Serve a request from the blocks of an earlier blend, whose salts its hashes have."""
-        state.continues, state.salts, state.approximate = blend, blend.salts, blend.first
+        state.follow_up.continues, state.salts, state.approximate = blend, blend.salts, blend.first
 
     def _asks_about_same_documents(self, state: RequestState, exact: int, documents: Sequence[Span] | None) -> bool:
         """Revise an earlier blend for a new prompt that begins with the same documents and asks something else.
@@ -263,7 +265,7 @@ class FollowUps:
         if blend is None or not self._may_revise(blend):
             return False
         if self._waits_for(blend, state):
-            state.awaited_hashes = ()
+            state.follow_up.awaited_hashes = ()
             return True
         set_hashes(request, blend.hashes.whole()[: blend.last])
         if (cached := self._groups.cached_tokens(request.block_hashes)) <= max(exact, blend.first):
@@ -281,15 +283,15 @@ class FollowUps:
         first = self._states.get(blend.request)
         if first is None or first.has_begun or first is state:
             return False
-        state.searched, state.awaited_blend = -1, first
+        state.follow_up.searched, state.follow_up.awaited = -1, first
         return True
 
     def _awaits_blend(self, state: RequestState) -> bool:
         """Return whether a request still waits for the blend that its last search has found, without a new search."""
-        first = state.awaited_blend
+        first = state.follow_up.awaited
         if first is None or first.has_begun or first.given_up or self._states.get(first.id) is not first:
-            state.awaited_blend = None
-        return state.awaited_blend is not None
+            state.follow_up.awaited = None
+        return state.follow_up.awaited is not None
 
     def _cached_for(self, state: RequestState) -> int:
         """Return how many tokens of a prompt the engine finds in its cache. It always computes the last one."""
@@ -358,8 +360,8 @@ class FollowUps:
     def _compute_instead(self, state: RequestState, revision: Revision) -> None:
         """Compute a prompt for which a revision was planned. Further ones find its blocks in the engine's own cache."""
         self._claims.release(state)
-        state.revision, state.shared_with_blend = None, revision.stop
-        state.searched = self._own_blends.added
+        state.revision, state.follow_up.shared = None, revision.stop
+        state.follow_up.searched = self._own_blends.added
         state.refused = REPEATED
         state.add_note(REPEATED)
 

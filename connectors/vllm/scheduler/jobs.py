@@ -27,10 +27,10 @@ def job_of(
     `ready` means that all parts are already in their slots. Documents are learned after `learned_after` tokens.
     """
     request, local = state.request, plan.match.local
-    copies = page_copies(plan.exact, state.pins, tables, block_size)
+    copies = page_copies(plan.exact, state.chunks.pins, tables, block_size)
     if not is_blend(plan):
         return LoadJob(request=state.id, copies=copies, ready=ready)
-    documents = [(piece, state.pins[piece.key]) for piece in plan.pieces if piece.kind is RecordKind.DOCUMENT]
+    documents = [(piece, state.chunks.pins[piece.key]) for piece in plan.pieces if piece.kind is RecordKind.DOCUMENT]
     policy, revision = state.policy, state.revision
     assert policy is not None
     first = revision.first_block(end_of_pages(plan)) if revision else 0

@@ -35,7 +35,7 @@ class RepeatedTexts:
 
     def arrived(self, state: RequestState) -> None:
         """Find what the prompt of a new request repeats, and remember the prompt."""
-        if not (self.on and state.learns and state.blends and self._roles.may_go_on(state)):
+        if not (self.on and state.learning.allowed and state.blends and self._roles.may_go_on(state)):
             return
         request, size = state.request, self._setup.block_size
         hashes = request.block_hashes
@@ -43,7 +43,9 @@ class RepeatedTexts:
         groups = KVGroups.of(self._setup)
         cached = bisect_left(hashes, True, key=lambda block: not groups.cached([block]))
         tenant = self._tenant(state)
-        state.repeats = tuple(self._repeats.find(tenant, request.prompt_token_ids, hashes, size, cached * size))
+        state.learning.repeats = tuple(
+            self._repeats.find(tenant, request.prompt_token_ids, hashes, size, cached * size)
+        )
 
     def ended(self, state: RequestState) -> None:
         """Remember the answer to a request, and queue what its prompt repeats."""
@@ -52,12 +54,12 @@ class RepeatedTexts:
             return
         answer = request.all_token_ids[request.num_prompt_tokens :]
         self._repeats.note_answer(self._tenant(state), answer)
-        if not state.repeats or state.cached or self._affordable() < MIN_LEARNED:
+        if not state.learning.repeats or state.cached or self._affordable() < MIN_LEARNED:
             return
         assert self._setup.markers is not None
         assert self._ends is not None
         prompt, taken = check_tokens(request.prompt_token_ids), [document.span for document in state.documents]
-        for span in to_learn(prompt, state.repeats, taken, self._setup.markers, self._ends):
+        for span in to_learn(prompt, state.learning.repeats, taken, self._setup.markers, self._ends):
             if self._may_learn(len(span)):
                 new = DocumentMatch(span=span, pieces=())
                 self._counts["repeated_documents"] += len(self._engine.learn_later(prompt, [new], state.salt, NAME))

@@ -28,6 +28,108 @@ class Role(Enum):
     LEARN = "learn"
 
 
+@dataclass(slots=True)
+class StoredChunks:
+    """A request's stored chunks, and the time limits of their loads. `Claims` changes them."""
+
+    elsewhere: dict[ChunkKey, str] | None = None  # tiers of its chunks, among tiers that processes share
+    asked: tuple[ChunkKey, ...] = ()  # chunks of known documents about which a slow tier has not answered yet
+    answers_due: float = 0.0  # time until which the request waits for these answers
+    pins: dict[ChunkKey, Pin] = field(default_factory=dict)
+    lost: set[ChunkKey] = field(default_factory=set)  # chunks that could not be loaded, and are not tried again
+    memory_only: bool = False  # Nothing is loaded from slower tiers, because computing was expected to be faster.
+    skipped: int = 0  # stored tokens that were not loaded
+    weighed: int = -1  # the number of tokens in the engine's cache when a blend was compared with prefill
+    waiting_since: float | None = None  # time since which the engine waits for the claim or the load
+    progress_at: float = 0.0  # time of the last arrival of a part
+    parts_arrived: int = 0  # number of parts of pinned chunks that had arrived at `progress_at`
+
+
+@dataclass(slots=True)
+class Waiting:
+    """When a request may begin, among others with loads and blends. `Admission` decides it."""
+
+    is_long: bool = False  # The engine would compute a tenth of a step or more: earlier blends go first.
+    since: float | None = None  # time since which the request may have waited for earlier blends, or for blocks
+    awaited: "RequestState | None" = None  # a request that loads what this one would load
+    loads_from: bytes | None = None  # hash of the first block of an exact load, until the engine computes the request
+
+
+@dataclass(slots=True)
+class FollowUp:
+    """What a request has in common with earlier blends of this engine. `FollowUps` finds it."""
+
+    stored_exactly: int = 0  # number of leading tokens that were stored exactly when the request arrived
+    awaited: "RequestState | None" = None  # a request whose blend this one waits for, to continue or revise it
+    awaited_hashes: Sequence[bytes] = ()  # hashes of the awaited blend's blocks, if the request will continue it
+    has_awaited_hashes: bool = False  # The request has these hashes, so that the engine finds the blocks at once.
+    searched: int = -1  # `OwnBlends.added` at the last search for a blend to continue
+    follows: bool = False  # The request continues an earlier blend, or asks something else about its documents.
+    shared: int = 0  # leading tokens shared with an earlier blend; vLLM alone would have them exactly
+    continues: OwnBlend | None = None  # the earlier blend whose blocks the request uses as they are
+    blended_before: int = 0  # number of tokens on which the continued blend depends
+
+
+@dataclass(slots=True)
+class Saving:
+    """What of a request is saved. `SaveQueue` saves it."""
+
+    chunks: int = 0  # number of full chunks that are saved, or need not be saved
+    has_end: bool = False  # The end of the prompt is saved; this is done for layers with a window.
+    next_at: float = 0  # number of computed tokens at which the next chunk may be due to be saved
+
+
+@dataclass(slots=True)
+class Learning:
+    """What is learned from a request."""
+
+    allowed: bool = True  # Unknown documents of the request may be learned.
+    unknown: tuple[DocumentMatch, ...] = ()  # documents to learn
+    repeats: tuple[Span, ...] = ()  # what the prompt repeats of earlier prompts after other beginnings
+    # Of a request to learn
+    name: str = ""  # name for its documents
+    queued: tuple[Unlearned, ...] = ()  # documents that it has put into the queue
+    is_done: bool = False
+    computed: int = 0  # documents that were not stored before
+    stored: tuple[str, ...] = ()  # ids of its documents
+
+
+@dataclass(slots=True)
+class Timing:
+    """Measurements for the cost model."""
+
+    begun: float | None = None  # time at which the engine or a worker began to compute the prompt
+    alone: bool = True  # Nothing else has been computed since `begun`.
+    offer: BlendOffer | None = None  # what the blend computes and loads
+    prefilled: int = 0  # number of prompt tokens that the engine computes; 0 if some are loaded
+
+
+@dataclass(slots=True)
+class Stamp:
+    """What is joined with a request's block hashes, because they do not cover it: an adapter's files, or images."""
+
+    content: bytes = b""
+    _engine: list[bytes] = field(default_factory=list)  # the engine's hashes, from which `_stamped` is computed
+    _stamped: list[bytes] = field(default_factory=list)
+
+    def on(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
+        """Return the engine's block hashes of a request, joined with the stamp if there is one.
+
+        A stamped request is never blended, so hashes are only appended, and each hash is computed once. The exception
+        is a session that gets more input: it drops its last token. The hash of a block that this token filled is
+        dropped, too.
+        """
+        if not self.content:
+            return hashes
+        # A hash covers all earlier blocks: if a hash is unchanged, all hashes before it are unchanged as well.
+        while self._engine and self._engine[-1:] != hashes[len(self._engine) - 1 : len(self._engine)]:
+            del self._engine[-1], self._stamped[-1]
+        new = hashes[len(self._engine) :]
+        self._engine += new
+        self._stamped += [hashlib.sha256(self.content + block).digest() for block in new]
+        return self._stamped
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestState:
     """One request, from its arrival to its end."""
@@ -39,79 +141,43 @@ class RequestState:
     cached: bool = False  # The engine lacks few tokens, so the request's documents were not looked up.
     documents: tuple[DocumentMatch, ...] = ()
     question: int = 0
-    stamp: bytes = b""  # joined with block hashes, which do not cover a LoRA adapter's files or numbered images
-    # Stored chunks of the request
-    elsewhere: dict[ChunkKey, str] | None = None  # tiers of its chunks, among tiers that processes share
-    asked: tuple[ChunkKey, ...] = ()  # chunks of known documents about which a slow tier has not answered yet
-    answers_due: float = 0.0  # time until which the request waits for these answers
-    pins: dict[ChunkKey, Pin] = field(default_factory=dict)
-    lost: set[ChunkKey] = field(default_factory=set)  # chunks that could not be loaded, and are not tried again
-    memory_only: bool = False  # Nothing is loaded from slower tiers, because computing was expected to be faster.
+    chunks: StoredChunks = field(default_factory=StoredChunks)
+    waiting: Waiting = field(default_factory=Waiting)
+    follow_up: FollowUp = field(default_factory=FollowUp)
+    saving: Saving = field(default_factory=Saving)
+    learning: Learning = field(default_factory=Learning)
+    timing: Timing = field(default_factory=Timing)
+    stamp: Stamp = field(default_factory=Stamp)
+    # Its load or blend
+    blends: bool = True  # The request allows blending.
     refused: str = ""  # why its documents are not reused; see `Match.refused`
-    weighed: int = -1  # the number of tokens in the engine's cache when a blend was compared with prefill
-    is_blend: bool = False  # Its latest plan was a blend.
-    blended_now: bool = False  # Its blend is under way or has ended, and the engine has computed nothing for it yet.
-    is_long: bool = False  # The engine would compute a tenth of a step or more: earlier blends go first.
-    turn_since: float | None = None  # time since which the request may have waited for earlier blends, or for blocks
     awaits_blocks: bool = False  # The engine may run the request as soon as it has enough blocks.
     claim: Plan | None = None  # the plan that the engine was promised, from pinned chunks
-    borrowed: Borrowed | None = None  # blocks that the blend under way needs in addition to the request's own
-    # Time limits of the request's loads
-    waiting_since: float | None = None  # time since which the engine waits for the claim or the load
-    progress_at: float = 0.0  # time of the last arrival of a part
-    parts_arrived: int = 0  # number of parts of pinned chunks that had arrived at `progress_at`
+    is_blend: bool = False  # Its latest plan was a blend.
     loading: bool = False  # Workers are loading or blending.
-    awaited: "RequestState | None" = None  # a request that loads what this one would load
-    loads_from: bytes | None = None  # hash of the first block of an exact load, until the engine computes the request
+    loading_since: float = 0.0  # time at which the load or blend job was created
+    borrowed: Borrowed | None = None  # blocks that the blend under way needs in addition to the request's own
+    blended_now: bool = False  # Its blend is under way or has ended, and the engine has computed nothing for it yet.
     local: int = 0  # number of tokens in the engine's own cache when the load began
     given_up: bool = False  # A load failed or was too late, and nothing more is loaded.
-    # Blends and saves of the request
+    # Where its KV is approximate
     exact_hashes: Sequence[bytes] = ()  # hashes of the prompt's blocks when the request arrived
-    stored_exactly: int = 0  # number of leading tokens that were stored exactly when the request arrived
     salts: Salts = ()  # salts on which the block hashes depend
     origin: Salt | None = None  # as in `OwnBlend`; None without salts and without a revision
     revision: Revision | None = None  # the blend that is revised for this request's question
     copied: Sequence[Any] = ()  # blocks that are held while workers copy them
-    awaited_blend: "RequestState | None" = None  # a request whose blend this one waits for, to continue or revise it
-    awaited_hashes: Sequence[bytes] = ()  # hashes of the awaited blend's blocks, if the request will continue it
-    has_awaited_hashes: bool = False  # The request has these hashes, so that the engine finds the blocks at once.
-    searched: int = -1  # `OwnBlends.added` at the last search for a blend to continue
-    scheduled: bool = False  # The engine has computed tokens of the request.
-    follows: bool = False  # The request continues an earlier blend, or asks something else about its documents.
-    shared_with_blend: int = 0  # leading tokens shared with an earlier blend; vLLM alone would have them exactly
-    continues: OwnBlend | None = None  # the earlier blend whose blocks the request uses as they are
-    blended_before: int = 0  # number of tokens on which the continued blend depends
-    continued: int = 0  # tokens from the engine's own blocks of an earlier blend
     approximate: int | None = None  # From this position on, KV is not exact and is not saved as exact.
-    saved: int = 0  # number of full chunks that are saved, or need not be saved
-    saved_end: bool = False  # The end of the prompt is saved; this is done for layers with a window.
-    save_at: float = 0  # number of computed tokens at which the next chunk may be due to be saved
-    blends: bool = True  # The request allows blending.
-    learns: bool = True  # Unknown documents of the request may be learned.
-    unknown: tuple[DocumentMatch, ...] = ()  # documents to learn
-    repeats: tuple[Span, ...] = ()  # what the prompt repeats of earlier prompts after other beginnings
-    queued: tuple[Unlearned, ...] = ()  # documents that a request to learn has put into the queue
-    # Facts for the response
-    name: str = ""  # name for the documents of a request to learn
-    learned: bool = False
-    computed_documents: int = 0  # of a request to learn: documents that were not stored before
-    stored: tuple[str, ...] = ()  # ids of the documents that the request has learned
-    skipped: int = 0  # stored tokens that were not loaded
-    exact_tokens: int = 0  # tokens that were loaded exactly
-    sources: Counter[str] = field(default_factory=Counter)  # number of loaded tokens by tier
-    note: str = ""
-    blended: dict[str, object] = field(default_factory=dict)
-    loading_since: float = 0.0  # time at which the load or blend job was created
+    # What the engine has computed
+    scheduled: bool = False  # The engine has computed tokens of the request.
     answered: bool = False  # The first output token has been computed.
     decodes: bool = False  # The prompt is computed: steps only check whether a chunk is due to be saved.
     watched_at: float = math.inf  # number of the step from which on it is watched again; see `WatchedRequests`
-    # Measurements for the cost model
-    begun: float | None = None  # time at which the engine or a worker began to compute the prompt
-    alone: bool = True  # Nothing else has been computed since `begun`.
-    offer: BlendOffer | None = None  # what the blend computes and loads
-    prefilled: int = 0  # number of prompt tokens that the engine computes; 0 if some are loaded
-    _unstamped: list[bytes] = field(default_factory=list)  # the engine's hashes, from which `_stamped` is computed
-    _stamped: list[bytes] = field(default_factory=list)
+    # Facts for the response
+    exact_tokens: int = 0  # tokens that were loaded exactly
+    continued: int = 0  # tokens from the engine's own blocks of an earlier blend
+    sources: Counter[str] = field(default_factory=Counter)  # number of loaded tokens by tier
+    note: str = ""
+    blended: dict[str, object] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
@@ -131,22 +197,8 @@ class RequestState:
 
     @property
     def hashes(self) -> Sequence[bytes]:
-        """The hashes of the exact blocks: the engine's hashes, joined with the stamp if there is one.
-
-        A stamped request is never blended, so hashes are only appended, and each hash is computed once. The exception
-        is a session that gets more input: it drops its last token. The hash of a block that this token filled is
-        dropped, too.
-        """
-        found: Sequence[bytes] = self.request.block_hashes
-        if not self.stamp:
-            return found
-        # A hash covers all earlier blocks: if a hash is unchanged, all hashes before it are unchanged as well.
-        while self._unstamped and self._unstamped[-1:] != found[len(self._unstamped) - 1 : len(self._unstamped)]:
-            del self._unstamped[-1], self._stamped[-1]
-        new = found[len(self._unstamped) :]
-        self._unstamped += new
-        self._stamped += [hashlib.sha256(self.stamp + block).digest() for block in new]
-        return self._stamped
+        """The hashes of the exact blocks: the engine's hashes, joined with the stamp if there is one."""
+        return self.stamp.on(self.request.block_hashes)
 
     def add_note(self, text: str) -> None:
         """Append a text to the note of the response; an empty text adds nothing."""
@@ -165,16 +217,21 @@ class RequestState:
     def facts(self) -> dict[str, object] | None:
         """Return facts for the response about reused and recomputed tokens; None if lmc did nothing for the request."""
         if self.role is Role.LEARN:
-            facts: dict[str, object] = {"learned": self.learned, "documents": list(self.stored), "note": self.note}
-            facts["computed_documents"] = self.computed_documents if self.learned else 0
+            learning = self.learning
+            facts: dict[str, object] = {
+                "learned": learning.is_done,
+                "documents": list(learning.stored),
+                "note": self.note,
+                "computed_documents": learning.computed if learning.is_done else 0,
+            }
             return {name: value for name, value in facts.items() if value or name == "learned"}
         found: dict[str, object] = {
             "exact_tokens": self.exact_tokens,
             "tokens_from": dict(self.sources),
-            "skipped_tokens": self.skipped,
+            "skipped_tokens": self.chunks.skipped,
             "continued_tokens": self.continued,
             "found_documents": sum(document.known is not None for document in self.documents),
-            "unknown_documents": len(self.unknown),
+            "unknown_documents": len(self.learning.unknown),
             "note": self.note,
         }
         return {name: value for name, value in found.items() if value} | self.blended or None

@@ -51,7 +51,7 @@ class Roles:
         except (InputError, ConfigError) as error:
             return RequestState(request=request, role=Role.EXACT, note=self._refuse_options(error))
         state.options, state.blends = options, options.blend
-        state.learns, state.name = options.learn is not False, options.name
+        state.learning.allowed, state.learning.name = options.learn is not False, options.name
         return state
 
     def find_role(self, state: RequestState) -> None:

@@ -65,15 +65,15 @@ class SaveQueue:
         if state.role is Role.LEARN:  # The documents of a request to learn are stored; its pages are not saved again.
             return
         self._save_full(state, computed, tables)
-        following, last = (state.saved + 1) * self._chunk, self._last_storable(state)
-        state.save_at = following if following <= last else math.inf
-        if self._groups.windowed and not state.saved_end:
+        following, last = (state.saving.chunks + 1) * self._chunk, self._last_storable(state)
+        state.saving.next_at = following if following <= last else math.inf
+        if self._groups.windowed and not state.saving.has_end:
             end = min(last, state.request.num_prompt_tokens)
             if computed < end:
-                state.save_at = min(state.save_at, end)
+                state.saving.next_at = min(state.saving.next_at, end)
             else:
                 self._save_rest(state, int(end), tables)
-                state.saved_end = True
+                state.saving.has_end = True
 
     def save_tail(self, state: RequestState, tables: Sequence[Sequence[int]]) -> None:
         """Save the full blocks after an ended request's last full chunk, as a partly full chunk."""
@@ -87,15 +87,15 @@ class SaveQueue:
     def _save_full(self, state: RequestState, computed: int, tables: BlockTables) -> None:
         """Save the full chunks of `computed` tokens that are not saved yet."""
         full = self._storable(state, computed) // self._chunk
-        if full > state.saved:
-            chunks, state.saved = range(state.saved, full), full
+        if full > state.saving.chunks:
+            chunks, state.saving.chunks = range(state.saving.chunks, full), full
             self._save(state, tables, dict.fromkeys(chunks, self._chunk))
 
     def _save_rest(self, state: RequestState, computed: int, tables: BlockTables) -> None:
         """Save the full blocks after the last full chunk of `computed` tokens."""
         chunk, rest = divmod(self._storable(state, computed), self._chunk)
         rest -= rest % self._block_size
-        if rest and chunk >= state.saved:
+        if rest and chunk >= state.saving.chunks:
             self._save(state, tables, {chunk: rest})
 
     def learns(self, document: Unlearned) -> bool:

@@ -105,9 +105,9 @@ class Scheduler:
             return
         state = self._roles.begin(request)
         if request.lora_request is not None:
-            state.stamp = self._adapter(request.lora_request)
+            state.stamp.content = self._adapter(request.lora_request)
         if request.mm_features and self._setup.counts_images:
-            state.stamp += self._process  # The same number stands for a different image in another process.
+            state.stamp.content += self._process  # The same number stands for a different image in another process.
         self._states[state.id] = state
         self.counts["requests"] += 1
         self._repeated.arrived(state)  # before its block hashes are salted
@@ -126,14 +126,14 @@ class Scheduler:
         request = state.request
         if state.role is Role.BLEND:
             state.exact_hashes = list(request.block_hashes)
-            state.stored_exactly = match.exact[-1].stop if match.exact else 0
-            exact = max(state.stored_exactly, self._groups.cached_tokens(request.block_hashes))
+            state.follow_up.stored_exactly = match.exact[-1].stop if match.exact else 0
+            exact = max(state.follow_up.stored_exactly, self._groups.cached_tokens(request.block_hashes))
             if not self._follow_ups.continue_blend(state, exact):
                 state.refused = self._follow_ups.why_computed(state, match, exact)
             elif state.revision is not None:
                 match = self._claims.look(state)
         self._claims.prefetch(state, match, self._groups.cached_tokens(request.block_hashes))
-        if state.memory_only and state.skipped:
+        if state.chunks.memory_only and state.chunks.skipped:
             self.counts["loads_skipped"] += 1
 
     def claim(self, request: Any, local: int) -> int | None:
@@ -159,7 +159,7 @@ class Scheduler:
         if request.num_tokens == 1:
             return 0
         if request.num_preemptions:  # It is computed or loaded exactly from now on.
-            state.is_blend = state.is_long = False
+            state.is_blend = state.waiting.is_long = False
         if state.revision is not None and self._follow_ups.was_blended_meanwhile(state):
             self._claims.release(state)
             state.revision = None
@@ -181,7 +181,7 @@ class Scheduler:
         """Return a request's plan, whose chunks are pinned; None if the engine has to ask again in its next step."""
         if self._admission.waits(state, local):
             return None
-        if state.waiting_since is None:
+        if state.chunks.waiting_since is None:
             self._claims.wait_from_now(state)
         self._claims.note_progress(state)
         if state.claim is None and (self._claims.waits(state) or self._follow_ups.waits_for_blend(state, local)):
@@ -191,13 +191,13 @@ class Scheduler:
         plan, request = state.claim, state.request
         if plan is not None:
             if state.revision is not None and not own_pieces(plan):  # Computing exactly is expected to be faster.
-                state.shared_with_blend, state.revision = state.revision.stop, None
+                state.follow_up.shared, state.revision = state.revision.stop, None
             state.is_blend = is_blend(plan)
             if self._admission.waits_for_blends(state, local) or self._admission.waits_for_same_load(state, plan):
                 return None
             tokens = request.num_tokens - plan.stop
-            state.is_long = tokens * BLEND_SHARE >= self._setup.batch_tokens and not request.num_preemptions
-            if state.is_long and self._admission.waits_its_turn(state, local):
+            state.waiting.is_long = tokens * BLEND_SHARE >= self._setup.batch_tokens and not request.num_preemptions
+            if state.waiting.is_long and self._admission.waits_its_turn(state, local):
                 return None
             if self._admission.lacks_blocks(state, plan):
                 if self._admission.may_wait(state):
@@ -213,7 +213,7 @@ class Scheduler:
 
         If it then continues an earlier blend, the engine asks again, and finds the blocks of that blend.
         """
-        if not state.asked:
+        if not state.chunks.asked:
             return False
         if self._claims.awaits_answers(state):
             return True
@@ -251,15 +251,15 @@ class Scheduler:
             self._pool.touch(blocks)
             state.copied, state.continued = blocks, sum(piece.tokens for piece in own_pieces(plan))
         self._claims.wait_from_now(state)
-        state.sources = sources_of(plan.pieces, state.pins)
+        state.sources = sources_of(plan.pieces, state.chunks.pins)
         if request.prefill_stats and not request.num_preemptions:
             # Correct `cached_tokens` in the response: the engine counted the whole claim, with tokens a blend computes.
             request.prefill_stats.set(request.num_prompt_tokens, local, plan.tokens)
         state.exact_tokens += plan.reach - local
-        ready = all(self.engine.store.state(pin) is PinState.READY for pin in state.pins.values())
+        ready = all(self.engine.store.state(pin) is PinState.READY for pin in state.chunks.pins.values())
         offer = self.engine.blend_offer(plan)
         # A blend is measured only if all chunks are in memory: the speed of a tier says nothing about blends.
-        state.begun, state.offer = self._setup.clock(), offer if ready else None
+        state.timing.begun, state.timing.offer = self._setup.clock(), offer if ready else None
         if offer is not None:
             self._follow_ups.weigh(state, offer)
         if plan.approximate:
@@ -300,23 +300,23 @@ class Scheduler:
             asks = state.role is not Role.LEARN  # No turn follows a request to learn.
             if asks and state.salts and request.num_computed_tokens and not (aborted or self.off):
                 assert state.origin is not None
-                self._backfill.add(request, state.salts, state.origin, follows=state.follows)
+                self._backfill.add(request, state.salts, state.origin, follows=state.follow_up.follows)
             self._forget(state)
         if not state.scheduled:  # The engine does not cache the blocks of a blend before it computes the next token.
             self._follow_ups.forget(state)
         looked = state.role is Role.BLEND and not request.skip_reading_prefix_cache
         if looked and request.num_computed_tokens:
             documents = [one for one in state.documents if one.learnable]
-            unknown = {one.span for one in state.unknown}
+            unknown = {one.span for one in state.learning.unknown}
             stored = [one for one in documents if one.span not in unknown]
             self.counts["documents_known"] += len(stored)
             self.counts["documents_unknown"] += len(documents) - len(stored)
             self.engine.note(request.prompt_token_ids, stored, state.salt, used=True)
         # Nothing is learned for a request that never ran, because the engine may be asleep without its weights.
-        if self._setup.settings.blend_learn and state.learns and request.num_computed_tokens:
-            fitting = [one for one in state.unknown if not self._saves.never_fits(one.tokens)]
-            if len(fitting) < len(state.unknown) and state.role is not Role.LEARN:
-                longest = max(one.tokens for one in state.unknown)
+        if self._setup.settings.blend_learn and state.learning.allowed and request.num_computed_tokens:
+            fitting = [one for one in state.learning.unknown if not self._saves.never_fits(one.tokens)]
+            if len(fitting) < len(state.learning.unknown) and state.role is not Role.LEARN:
+                longest = max(one.tokens for one in state.learning.unknown)
                 state.add_note(f"a document of {longest} tokens is too long to be learned by this engine")
             self.engine.learn_later(request.prompt_token_ids, fitting, state.salt)
             self._repeated.ended(state)
@@ -351,10 +351,10 @@ class Scheduler:
                     self._next.answers.add(request)
                 state.blended_now = False
                 self._note_step(state)
-            if computed >= state.save_at:
+            if computed >= state.saving.next_at:
                 self._saves.save_due(state, computed, lambda request=request: tables(request))  # type: ignore[misc]
             if state.decodes and tokens <= self._setup.decode_tokens:
-                self._watched.rest(state, state.save_at - computed)
+                self._watched.rest(state, state.saving.next_at - computed)
         self._next.saves += self._saves.take_urgent_saves()
         loading = [state for state in self._watched if state.loading]
         late = [state.id for state in loading if self._claims.give_up_late(state)]
@@ -369,7 +369,7 @@ class Scheduler:
             self._plan_other_work(plan, idle=not (scheduled or loading or plan.loads))
         if len(loading) + len(scheduled) + len(plan.learn) + len(self.engine.learning.under_way) > 1:
             for state in (*loading, *watched):
-                state.alone = False
+                state.timing.alone = False
         blending = any(state.approximate is not None for state in loading)
         self._pace.planned(self._setup.clock(), scheduled, prefills, alone=not (blending or plan.learn))
         return self.take_plan()
@@ -394,9 +394,9 @@ class Scheduler:
         state.scheduled, state.awaits_blocks = True, False
         self._claims.release(state)  # The engine did not use this claim.
         self._note_answer(state)
-        if state.begun is None and not state.request.num_preemptions:
-            state.begun = self._setup.clock()
-            state.prefilled = state.request.num_prompt_tokens - state.request.num_computed_tokens
+        if state.timing.begun is None and not state.request.num_preemptions:
+            state.timing.begun = self._setup.clock()
+            state.timing.prefilled = state.request.num_prompt_tokens - state.request.num_computed_tokens
         state.decodes = state.answered
 
     @property
@@ -424,8 +424,8 @@ class Scheduler:
         """
         state = self._states.get(request)
         if state is not None:
-            state.role, state.given_up, state.learns = Role.EXACT, True, False
-            state.approximate, state.documents, state.unknown, state.queued = 0, (), (), ()
+            state.role, state.given_up, state.learning.allowed = Role.EXACT, True, False
+            state.approximate, state.documents, state.learning.unknown, state.learning.queued = 0, (), (), ()
             state.revision = None
             self._follow_ups.forget(state)
             self._claims.release(state)
@@ -511,9 +511,9 @@ class Scheduler:
             # The salts are of an earlier blend, unless its own blend has arrived and the engine is about to cache it.
             if state.salts and not (state.loading or state.scheduled or state.request.num_computed_tokens):
                 set_hashes(state.request, state.exact_hashes)
-                state.salts, state.continues, state.continued = (), None, 0
+                state.salts, state.follow_up.continues, state.continued = (), None, 0
             # The keys of its documents belong to the old weights.
-            state.role, state.documents, state.unknown = Role.EXACT, (), ()
+            state.role, state.documents, state.learning.unknown = Role.EXACT, (), ()
             if not state.loading:
                 self._claims.release(state)
 
@@ -535,7 +535,7 @@ class Scheduler:
         self.pending.report(report.done, report.failed)
         for request in report.lost & self._states.keys():
             state = self._states[request]
-            state.given_up, state.exact_tokens, state.alone = True, 0, False
+            state.given_up, state.exact_tokens, state.timing.alone = True, 0, False
             state.sources.clear()
             self._follow_ups.forget(state)
             stats = state.request.prefill_stats
@@ -637,45 +637,51 @@ class Scheduler:
 
     def _measure(self, state: RequestState) -> None:
         """Report the prefill time of a prompt to the cost model, if nothing else was computed during it."""
-        if state.begun is None or not state.alone or state.role is Role.LEARN or state.request.num_preemptions:
+        timing = state.timing
+        if timing.begun is None or not timing.alone or state.role is Role.LEARN or state.request.num_preemptions:
             return
-        seconds, cost = self._setup.clock() - state.begun, self.engine.store.cost
-        if state.offer is not None:
-            cost.blended(state.offer, seconds)
-        elif 2 * state.prefilled >= state.request.num_prompt_tokens:  # A smaller part says little about long prompts.
-            cost.computed(state.prefilled, seconds, 2 * state.request.num_prompt_tokens - state.prefilled)
+        seconds, cost = self._setup.clock() - timing.begun, self.engine.store.cost
+        if timing.offer is not None:
+            cost.blended(timing.offer, seconds)
+        elif 2 * timing.prefilled >= state.request.num_prompt_tokens:  # A smaller part says little about long prompts.
+            cost.computed(timing.prefilled, seconds, 2 * state.request.num_prompt_tokens - timing.prefilled)
 
     def _has_learned(self, state: RequestState) -> bool:
         """Return whether all documents of a request to learn are stored that can be stored; queue missing documents.
 
         The request is then served from the learned documents, so no token is computed twice.
         """
-        if state.unknown or state.queued:
+        learning = state.learning
+        if learning.unknown or learning.queued:
             self._ran = self._setup.clock()  # The engine called this method: it is awake and can learn.
             if not self._admission.has_time_to_wait(state, MAX_LEARN_SECONDS):
-                state.note, state.unknown, state.queued = "the engine had no blocks to learn all documents", (), ()
+                state.note, learning.unknown, learning.queued = (
+                    "the engine had no blocks to learn all documents",
+                    (),
+                    (),
+                )
                 return True
-            fitting = [document for document in state.unknown if self.engine.fits(document.tokens)]
-            state.unknown = ()
+            fitting = [document for document in learning.unknown if self.engine.fits(document.tokens)]
+            learning.unknown = ()
             for number, document in enumerate(fitting):
                 queued = self.engine.learn_later(
-                    state.request.prompt_token_ids, [document], state.salt, state.name, wanted=True
+                    state.request.prompt_token_ids, [document], state.salt, learning.name, wanted=True
                 )
                 if not queued:  # The queue is full.
-                    state.unknown = tuple(fitting[number:])
+                    learning.unknown = tuple(fitting[number:])
                     break
-                state.queued += queued
-                state.computed_documents += len(queued)
-            if state.unknown or any(map(self._saves.learns, state.queued)):
+                learning.queued += queued
+                learning.computed += len(queued)
+            if learning.unknown or any(map(self._saves.learns, learning.queued)):
                 return False
-            state.queued = ()
+            learning.queued = ()
         keys = [piece.key for document in state.documents for piece in document.pieces]
-        state.learned = all(self.engine.lookup(keys, state.elsewhere or {}))
-        if not state.learned:
+        learning.is_done = all(self.engine.lookup(keys, state.chunks.elsewhere or {}))
+        if not learning.is_done:
             state.note = state.note or "not all documents could be learned; the log may say why"
             return True
-        stored = self.engine.note(state.request.prompt_token_ids, state.documents, state.salt, name=state.name)
-        state.stored = tuple(document.id for document in stored)
+        stored = self.engine.note(state.request.prompt_token_ids, state.documents, state.salt, name=learning.name)
+        learning.stored = tuple(document.id for document in stored)
         return True
 
     def _adapter(self, lora: Any) -> bytes:
@@ -725,15 +731,15 @@ class Scheduler:
         elif self._follow_ups.continue_blend(state, 0, by_separators=True):
             cached = state.revision.stop if state.revision else self._groups.cached_tokens(request.block_hashes)
         # A document lies between two separators, so one separator after the cached tokens ends a cached document.
-        before = state.blended_before or cached
+        before = state.follow_up.blended_before or cached
         if cached > known and self._roles.separators_after(state, before) <= 1:
             return True
         if state.salts:
             set_hashes(request, state.exact_hashes)
         self._follow_ups.restore_hashes(state)
         state.role, state.salts, state.exact_hashes = Role.EXACT, (), ()
-        state.approximate, state.searched, state.blended_before = None, -1, 0
-        state.origin = state.revision = state.continues = None
+        state.approximate, state.follow_up.searched, state.follow_up.blended_before = None, -1, 0
+        state.origin = state.revision = state.follow_up.continues = None
         return False
 
     def _forget(self, state: RequestState) -> None:

@@ -49,7 +49,7 @@ class WatchedRequests:
         if max(scheduled.values(), default=0) > self._most:
             for name in [name for name, tokens in scheduled.items() if tokens > self._most and name in self._resting]:
                 state = self._resting[name]
-                state.decodes, state.save_at = False, 0
+                state.decodes, state.saving.next_at = False, 0
                 self.add(state)
         return [state for name, state in self._states.items() if name in scheduled]
 
