@@ -509,10 +509,10 @@ def test_nobody_asks_a_server_that_does_not_answer(redis):
     redis.pause()
     assert store.lookup(KEYS) == [None] * len(KEYS)
     assert not tier.usable
-    began = time.monotonic()
+    began = own_seconds()
     for _ in range(100):
         assert store.lookup(KEYS[:1]) == [None]
-    assert time.monotonic() - began < DEADLINE / 2
+    assert own_seconds() - began < DEADLINE / 2
     store.close()
 
 
