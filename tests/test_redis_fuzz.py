@@ -6,7 +6,6 @@ import contextlib
 import random
 import socket
 import threading
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
