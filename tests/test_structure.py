@@ -147,6 +147,18 @@ def test_no_two_classes_have_one_name() -> None:
     assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
+def test_what_documents_name_of_a_class_exists() -> None:
+    classes = {
+        node.name: node for tree in parsed().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    }
+    gone = []
+    for document in (ROOT / "docs").rglob("*.md"):
+        for name, member in re.findall(r"`([A-Z]\w+)\.(\w+)`", document.read_text()):
+            if name in classes and not re.search(rf"\b{member}\b", ast.unparse(classes[name])):
+                gone.append(f"{document.name}: {name}.{member}")
+    assert gone == []
+
+
 def test_no_import_goes_in_a_circle() -> None:
     graph = {name: others - {name} for name, others in arrows().items()}
     TopologicalSorter(graph).prepare()  # raises CycleError
