@@ -68,3 +68,22 @@ def test_lines_of_another_device_are_not_mixed_with_ours(report, tmp_path: Path)
     other.continued()
     measure(other, "kernels", 0.5)
     assert kept(tmp_path)["parts"] == ["kernels"]
+
+
+@pytest.mark.parametrize("part", ["moving", "layouts", "corrections", "scores", "MLA"])
+def test_the_checks_of_kernels_take_the_odd_sizes_of_the_sanitizer(report, monkeypatch, part: str) -> None:
+    """Only a GPU has these sizes. The pages of MLA were too few for their last, partly filled block.
+
+    On a GPU, an index behind the pages is an error of CUDA, after which nothing else runs in the process.
+    """
+    from dataclasses import replace
+
+    from gpu.kernels import MEASURED
+    from gpu.sanitize import ODD, Once, Untimed
+
+    monkeypatch.setenv("LMC_KERNELS", "torch")
+    sizes, once = replace(ODD, heads=2, dim=32, dtypes=(torch.float32,)), Once(torch.device("cpu"), True, "CPU")
+    torch.manual_seed(0)
+    with torch.inference_mode(), once.measuring(part):
+        MEASURED[part](once, sizes, sizes.dtypes[0], Untimed())  # type: ignore[arg-type]
+    assert once.result()["short"] == []

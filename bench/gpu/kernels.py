@@ -239,7 +239,7 @@ def latent(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> No
     """Place and attend to pages of MLA, in which values are keys, too."""
     ours, name = kernels_of(report.device), str(dtype).removeprefix("torch.")
     queries, dim, others = sizes.latent
-    blocks, count = sizes.context // sizes.page, min(sizes.rows[0], sizes.context // 2)
+    blocks, count = -(-sizes.context // sizes.page), min(sizes.rows[0], sizes.context // 2)
     cache = torch.randn(blocks, 1, sizes.page, others + dim, device=report.device).to(dtype)
     values, keys = cache.split((others, dim), dim=-1)
     pages = Paged(keys, values, torch.randperm(blocks, device=report.device).to(torch.int32))
