@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,3 +88,21 @@ def test_the_checks_of_kernels_take_the_odd_sizes_of_the_sanitizer(report, monke
     with torch.inference_mode(), once.measuring(part):
         MEASURED[part](once, sizes, sizes.dtypes[0], Untimed())  # type: ignore[arg-type]
     assert once.result()["short"] == []
+
+
+def test_ranges_that_a_trace_mirrors_on_the_gpu_are_no_work(report) -> None:
+    """torch surrounds each compiled graph with a range. On the GPU, it covers the gaps between the graph's kernels."""
+    from gpu.phases import shown
+
+    def event(name: str, start: float, stop: float, *, on_gpu: bool = True, range_: bool = False) -> Any:
+        kind = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+        time = SimpleNamespace(start=start, end=stop)
+        return SimpleNamespace(name=name, time_range=time, device_type=kind, is_user_annotation=range_)
+
+    graph, part = "## Call CompiledFxGraph abc ##", "lmc: a layer"
+    ranges = [event(name, 0, 1000, on_gpu=on_gpu, range_=True) for name in (graph, part) for on_gpu in (False, True)]
+    found = shown("a blend", [*ranges, event("_attend", 100, 300), event("_place", 800, 900)])
+    assert (found["compute_ms"], found["idle"]["over_100us_ms"], found["operations"]) == (0.3, 0.5, 2)
+    assert found["kernels"].keys() == {"_attend", "_place"}
+    assert found["parts"].keys() == {part}
+    assert found["longest_gaps"][0]["host_was_in"] == part

@@ -111,8 +111,8 @@ def joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 def shown(what: str, events: Sequence[Any]) -> Facts:
     """Print and return what a trace says. The profiler's times are in microseconds."""
     cuda = torch.autograd.DeviceType.CUDA
-    # Ranges of the host are mirrored on the GPU, where they are no work.
-    device = [event for event in events if event.device_type == cuda and not event.name.startswith(PREFIX)]
+    # Ranges of the host are mirrored on the GPU, where they are no work: lmc's, and those around compiled graphs.
+    device = [event for event in events if event.device_type == cuda and not event.is_user_annotation]
     host = [event for event in events if event.device_type != cuda]
     ranges = [event for event in host if event.name.startswith(PREFIX)]
     waits = Counter(event.name for event in host if "ynchronize" in event.name or event.name == "aten::item")
