@@ -1,7 +1,11 @@
 """What brings vLLM to a GPU's machine: libraries keep what that GPU runs, and parts are checked before their use."""
 
 import json
+import os
+import random
+import shutil
 import struct
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -178,3 +182,44 @@ def test_each_version_of_python_has_wheels_of_its_own(tmp_path: Path, monkeypatc
     assert used == [
         (tmp_path / "3.11", "3.11"), (tmp_path / "3.11", ""), (tmp_path / "3.12", "3.12"), (tmp_path / "3.12", "")
     ]  # fmt: skip
+
+
+@pytest.fixture
+def go(tmp_path: Path) -> Any:
+    """A function that runs the script for parts of a machine, with a folder of caches; it returns what was printed."""
+    (tmp_path / "bench/gpu").mkdir(parents=True)
+    shutil.copy(BENCH / "gpu/go.sh", tmp_path / "bench/gpu")
+
+    def run(cache: str, *parts: str, **environment: str) -> str:
+        folders = {"OUT": tmp_path / "out", "SITE": tmp_path / "site", "CACHE": tmp_path / cache, "HOME": tmp_path}
+        given = {**os.environ, **{name: str(folder) for name, folder in folders.items()}, **environment}
+        script = tmp_path / "bench/gpu/go.sh"
+        return subprocess.run(["bash", script, *parts], env=given, capture_output=True, text=True, check=True).stdout
+
+    return run
+
+
+def test_what_was_compiled_comes_back_in_small_files_and_is_there_on_the_next_machine(go: Any, tmp_path: Path) -> None:
+    """Parts of 25 MiB were over what one file may have that comes back."""
+    compiled = random.Random(0).randbytes(20 << 20)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/kernel").write_bytes(compiled)
+    assert "=== caches: status 0" in go("cache", "caches:60")
+    parts = sorted((tmp_path / "out").glob("caches.part-*"))
+    assert len(parts) == 2
+    assert max(part.stat().st_size for part in parts) < 16 << 20
+    (tmp_path / "build/gpu/kit").mkdir(parents=True)
+    for part in parts:
+        part.rename(tmp_path / "build/gpu/kit" / part.name)
+    go("next cache", "caches:60")
+    assert (tmp_path / "next cache/kernel").read_bytes() == compiled
+
+
+def test_caches_that_take_too_long_are_ended_and_leave_no_cut_off_files(go: Any, tmp_path: Path) -> None:
+    """They had no limit, and took the time of the whole command."""
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow/tar").write_text("#!/bin/sh\necho begun\nsleep 60\n")
+    (tmp_path / "slow/tar").chmod(0o755)
+    said = go("cache", "caches:1", PATH=f"{tmp_path}/slow:{os.environ['PATH']}")
+    assert "=== caches: status 124, 1 s" in said
+    assert not list((tmp_path / "out").glob("caches.part-*"))

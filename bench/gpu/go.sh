@@ -33,6 +33,7 @@ run() { # name, seconds, command
     status=${PIPESTATUS[0]}
     echo "=== $name: status $status, $((SECONDS - began)) s" | tee -a "$OUT/$name.log"
     cp results/gpu_*.json "$OUT/" 2>/dev/null
+    return "$status"
 }
 
 facts() {
@@ -53,7 +54,7 @@ if [ -e "$kit/parts.json" ] && [ ! -e "$SITE/whole" ]; then
     "$PYTHON" -m gpu.pack unpack --kit "$kit" --into "$SITE" && touch "$SITE/whole"
 fi
 if [ -e "$kit/caches.part-aa" ] && [ ! -e "$CACHE/unpacked" ]; then
-    cat "$kit"/caches.part-* | tar xJ -C "$CACHE" && touch "$CACHE/unpacked"
+    cat "$kit"/caches.part-* | tar xz -C "$CACHE" && touch "$CACHE/unpacked"
 fi
 for wanted in "$@"; do
     parts=${wanted%%:*} most=${wanted##*:}
@@ -68,7 +69,10 @@ for wanted in "$@"; do
             tool=$(command -v compute-sanitizer || true)
             run sanitize "$most" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 $tool "$PYTHON" -m gpu.sanitize
             ;;
-        caches) tar cJ -C "$CACHE" . | split -b 25M - "$OUT/caches.part-" ;;
+        caches) # Single files of more than 16 MiB often do not come back. Those that were cut off are of no use.
+            run caches "$most" bash -c 'set -o pipefail; tar cz -C "$0" . | split -b 15M - "$1/caches.part-"' \
+                "$CACHE" "$OUT" || rm -f "$OUT"/caches.part-*
+            ;;
         *) run "$name" "$most" "$PYTHON" -m gpu.accept $KEEP $SMOKE $EAGER $(printf -- '--part %s ' $parts) ;;
     esac
 done
