@@ -221,5 +221,5 @@ def test_caches_that_take_too_long_are_ended_and_leave_no_cut_off_files(go: Any,
     (tmp_path / "slow/tar").write_text("#!/bin/sh\necho begun\nsleep 60\n")
     (tmp_path / "slow/tar").chmod(0o755)
     said = go("cache", "caches:1", PATH=f"{tmp_path}/slow:{os.environ['PATH']}")
-    assert "=== caches: status 124, 1 s" in said
+    assert "=== caches: status 124" in said
     assert not list((tmp_path / "out").glob("caches.part-*"))
