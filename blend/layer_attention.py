@@ -22,6 +22,7 @@ class LayerAttention:
     window: int = 0  # A query sees this many keys, the last of which is at its own position; 0 for all keys.
     chunk: int = 0  # A query sees only keys of its own chunk of this many positions (Llama 4); 0 for all keys.
     sinks: torch.Tensor | None = None  # [Q] logits that each query head adds to its softmax, without a value (gpt-oss)
+    soft_cap: float = 0.0  # Logits stay below it, as soft_cap · tanh(logit / soft_cap) (Gemma 2); 0 for no such limit.
     # Whether values are at the same time the rest of the keys, which is not rotated (MLA). Then a query has the
     # dimensions of a key, followed by those of a value.
     latent: bool = False
@@ -35,6 +36,10 @@ class LayerAttention:
     def reach(self) -> int:
         """The maximal number of keys that a query sees; 0 if it sees all."""
         return self.window or self.chunk
+
+    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return scaled logits below the soft cap, if the layer has one (Gemma 2, arXiv 2408.00118, 2)."""
+        return self.soft_cap * torch.tanh(logits / self.soft_cap) if self.soft_cap else logits
 
     def first_seen(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the first positions `[T]` that queries at `positions [T]` see."""

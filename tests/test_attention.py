@@ -13,6 +13,8 @@ def by_definition(query, keys, positions, layer, visible=None):
     group = query.shape[1] // keys.shape[0]
     expanded = keys.repeat_interleave(group, dim=0).double()
     logits = torch.einsum("tqd,qnd->qtn", query.double(), expanded) * layer.scale
+    if layer.soft_cap:
+        logits = layer.soft_cap * torch.tanh(logits / layer.soft_cap)
     at, own = torch.arange(keys.shape[1])[None], positions[:, None]
     hidden = at > own
     if layer.window:
@@ -36,10 +38,11 @@ def by_definition(query, keys, positions, layer, visible=None):
     st.integers(0, 5),
     st.sampled_from([{}, {"window": 1}, {"window": 7}, {"chunk": 9}, {"window": 100}]),
     st.booleans(),
+    st.sampled_from([0.0, 1.5]),
     st.randoms(use_true_random=False),
 )
 def test_outputs_and_scores_equal_attention_by_definition(
-    heads: int, group: int, chosen: set[int], beyond: int, sight: dict[str, int], sinks: bool, random
+    heads: int, group: int, chosen: set[int], beyond: int, sight: dict[str, int], sinks: bool, soft_cap: float, random
 ) -> None:
     torch.manual_seed(random.randrange(1000))
     positions = torch.tensor(sorted(chosen))
@@ -51,7 +54,8 @@ def test_outputs_and_scores_equal_attention_by_definition(
     )
     visible = torch.rand(length) < 0.7
     visible[positions] = True
-    layer = LayerAttention(scale=0.4, sinks=torch.randn(heads * group) if sinks else None, **sight)
+    sink = torch.randn(heads * group) if sinks else None
+    layer = LayerAttention(scale=0.4, sinks=sink, soft_cap=soft_cap, **sight)
 
     weights = by_definition(query, keys, positions, layer, visible)
     wanted = torch.einsum("qtn,qnd->tqd", weights, values.repeat_interleave(group, dim=0).double())

@@ -378,8 +378,6 @@ def test_an_unsupported_family_and_a_dynamic_rope_are_refused() -> None:
         DecoderLayers(model)
     with pytest.raises(UnsupportedModel, match="dynamic"):
         DecoderLayers(random_model(rope="dynamic"))
-    with pytest.raises(UnsupportedModel, match="soft cap"):
-        DecoderLayers(random_model("gemma2"))
     with pytest.raises(UnsupportedModel, match="gpt2"):
         DecoderLayers(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=97)))
     assert set(ROPES) == {"plain", "linear", "llama3", "yarn", "dynamic"}

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from lmc.blend.kernels import attention_triton, place_triton, shift_triton  # noqa: E402
-from lmc.blend.kernels.attention_triton import FEWEST, scored, tile  # noqa: E402
+from lmc.blend.kernels.attention_triton import FEWEST, LOG2_E, scored, tile  # noqa: E402
 from lmc.blend.kernels.place_triton import CHANGING, padded  # noqa: E402
 from lmc.blend.kernels.shift_triton import corrected, corrected_values  # noqa: E402
 from lmc.blend.kernels.tuning import tuning_for  # noqa: E402
@@ -142,6 +142,7 @@ SPILLED_ONCE = {
     (90, "_paid-shared-bf16-128-7-in one block"), (80, "_attend-16-16-whole-alone-chunk-bf16-512-8"),
     (100, "_attend-64-32-hides-sums-bf16-128-4"), (120, "_alike-64-True"),
     (120, "_attend-64-16-whole-sums-bf16-64-16-512"), (120, "_attend-64-16-whole-alone-bf16-64-16-512"),
+    (100, "_attend-64-32-hides-sums-capped-bf16-128-4"),
 }  # fmt: skip
 
 
@@ -186,10 +187,15 @@ def attention_cases(
     """
     constants = heads(dim) | values(value_dim or dim) | {"GROUP": group, "SIZE": 16, "PAGED": True, "LIMIT": 0}
     constants["LATENT"], dim = value_dim > 0, dim + value_dim
-    plain, itemsize, tuning = {"SINKS": False, "sinks": None}, ITEMSIZES[dtype], tuning_for(capability)
+    plain, itemsize, tuning = {"SINKS": False, "sinks": None, "CAP": 0.0}, ITEMSIZES[dtype], tuning_for(capability)
+    capped = plain | {"CAP": 50 * LOG2_E.value}
     if not paged:
         constants |= {"SIZE": 1, "PAGED": False, "table": None}
-    limits = {"": (0, plain), "-window": (1, {"SINKS": True}), "-chunk": (2, plain)}  # as in gpt-oss, and in Llama 4
+    # As in gpt-oss, in Llama 4, and in both kinds of layers of Gemma 2.
+    limits = {
+        "": (0, plain), "-window": (1, {"SINKS": True, "CAP": 0.0}), "-chunk": (2, plain),
+        "-capped": (0, capped), "-window-capped": (1, capped),
+    }  # fmt: skip
     for limit, (number, sinks) in limits.items() if paged and not value_dim else [("", limits[""])]:
         tiles = {
             (tile(tuning, tokens, 8, group, dim, itemsize, hides=hides, limited=number > 0), hides)
@@ -204,11 +210,17 @@ def attention_cases(
                 name = f"_attend-{rows}-{keys}-{'hides' if hides else 'whole'}-{'sums' if sums else 'alone'}{limit}"
                 yield name, Case(kernels.attend, all_of_it | more, dtype, warps, stages, 255, True)
     some, keys, warps, stages = scored(tuning, dim, itemsize)
+    constants["CAP"] = 0.0
     for over_all in (False, True) if (dtype, dim, group, paged) == ("bf16", 128, 4, True) else (False,):
         more = {"BT": some, "BN": keys, "OVER_ALL": over_all, "SHARED": False}
         yield f"_paid-{over_all}", Case(kernels.paid, constants | more, dtype, warps, stages, 255, True)
     more = {"BT": FEWEST, "BN": keys, "OVER_ALL": False, "SHARED": True}
     yield "_paid-shared", Case(kernels.paid, constants | more, dtype, warps, stages, 255, False)
+    if paged and not value_dim:
+        yield (
+            "_paid-shared-capped",
+            Case(kernels.paid, constants | more | {"CAP": capped["CAP"]}, dtype, warps, stages, 255, False),
+        )
 
 
 # Numbers of a head, and query heads for each KV head. transformers has a prompt in one block, vLLM in pages.

@@ -558,6 +558,14 @@ def test_what_size_cannot_read_is_said(tmp_path: Path) -> None:
         ),
         (
             {
+                "model_type": "bloom", "architectures": ["BloomForCausalLM"], "n_layer": 30, "n_head": 32,
+                "hidden_size": 4096,
+            },
+            30 * 2 * 4096 * 2,
+            "documents cannot be blended, and only equal beginnings of prompts are reused: its attention has ALiBi",
+        ),
+        (
+            {
                 "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32,
                 "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096,
             },

@@ -47,13 +47,11 @@ def attend(
         if layer.sinks is not None:
             operands = _with_sinks(*operands, layer.sinks.view(heads, group))
         k, v, allowed = operands
-        attended = scaled_dot_product_attention(
-            q.reshape(1, heads, group * rows, -1),  # The queries of a group read the same keys.
-            k[None],
-            v[None],
-            attn_mask=allowed,
-            scale=layer.scale,
-        )
+        q = q.reshape(heads, group * rows, -1)  # The queries of a group read the same keys.
+        if layer.soft_cap:
+            attended = _capped(q, k, v, allowed, layer)
+        else:
+            attended = scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=allowed, scale=layer.scale)
         out[block] = attended.view(heads, group, rows, -1).permute(2, 0, 1, 3).flatten(1, 2)
     return out
 
@@ -81,7 +79,7 @@ def attend_and_score(
         head_queries = slice(head * group, (head + 1) * group)
         q = query[:, head_queries].transpose(0, 1).float()  # [G, T, D]
         # Scaled before the product, in float32: large keys (Qwen2's biases) overflow half precision.
-        logits = ((q * layer.scale) @ keys[head].float().T).masked_fill_(hidden, float("-inf"))
+        logits = layer.capped((q * layer.scale) @ keys[head].float().T).masked_fill_(hidden, float("-inf"))
         if sinks is None:
             weights = logits.softmax(-1)
         else:
@@ -104,6 +102,18 @@ def _visible(positions: torch.Tensor, first_seen: torch.Tensor, keys: slice) -> 
     """Return which `keys`, a slice of positions, queries at `positions [T]` see: bool `[T, N]`."""
     at = torch.arange(keys.start, keys.stop, device=positions.device)
     return (positions[:, None] >= at) & (first_seen[:, None] <= at)
+
+
+def _capped(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, layer: LayerAttention
+) -> torch.Tensor:
+    """Return the outputs `[H, T, D]` of queries `[H, T, D]` with a soft cap, which torch's own attention lacks.
+
+    `mask` is bool `[T, N]`, or additive `[H, T, N]`.
+    """
+    logits = layer.capped((query.float() * layer.scale) @ keys.float().mT)
+    logits = logits.masked_fill_(~mask, float("-inf")) if mask.dtype is torch.bool else logits + mask
+    return (logits.softmax(-1) @ values.float()).to(values.dtype)
 
 
 def _with_sinks(

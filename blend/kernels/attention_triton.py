@@ -11,7 +11,7 @@ Few rows make few programs, which would leave most of a GPU idle over a long con
 keys of the same rows, and `_join` combines their results.
 
 With a window or a chunk (LIMIT), programs read no keys before the first one that any of their rows sees. A sink is a
-logit with which a row's softmax begins.
+logit with which a row's softmax begins. CAP is a soft cap of logits to base 2, or 0 for none.
 
 Latent values (MLA) are read once for both products. All query heads have one KV head there, which is too much for one
 program: the kernels get it as several KV heads at the same addresses.
@@ -52,11 +52,20 @@ def _first_seen(at, limit, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def _scaled(logits, factor, CAP: tl.constexpr):
+    """Return logits to base 2, below the soft cap if there is one: tanh(x) is 1 - 2 / (1 + exp(2 x))."""
+    logits *= factor
+    if CAP > 0:
+        logits = CAP * (1.0 - 2.0 / (1.0 + tl.exp2(logits * (2.0 * LOG2_E / CAP))))
+    return logits
+
+
+@triton.jit
 def _step(
     query, latent, keys, values, table, present, at, start, reach, h, most, total, sums, factor, limit,
     key_block, key_head, key_token, value_block, value_head, value_token,
     D: tl.constexpr, WIDE: tl.constexpr, V: tl.constexpr, WIDE_V: tl.constexpr, SIZE: tl.constexpr, BN: tl.constexpr,
-    PAGED: tl.constexpr, PRESENT: tl.constexpr, LIMIT: tl.constexpr, ALL_SEEN: tl.constexpr,
+    PAGED: tl.constexpr, PRESENT: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, ALL_SEEN: tl.constexpr,
 ):  # fmt: skip
     """Add the keys from position `start` on to the running softmax; `at` are the positions of the queries.
 
@@ -77,7 +86,7 @@ def _step(
     logits = tl.dot(query, key, input_precision="tf32x3")
     if latent is not None:
         logits = tl.dot(latent, tl.trans(value), logits, input_precision="tf32x3")
-    logits *= factor
+    logits = _scaled(logits, factor, CAP)
     if not ALL_SEEN:
         logits = tl.where(j[None, :] <= at[:, None], logits, float("-inf"))
     if LIMIT != ALL:
@@ -106,7 +115,8 @@ def _attend(
     query_token, query_head, key_block, key_head, key_token, value_block, value_head, value_token,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, V: tl.constexpr,
     WIDE_V: tl.constexpr, LATENT: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PAGED: tl.constexpr, PRESENT: tl.constexpr, LIMIT: tl.constexpr, SINKS: tl.constexpr, LOG_SUMS: tl.constexpr,
+    PAGED: tl.constexpr, PRESENT: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
+    LOG_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Attend for BM // GROUP tokens and one KV head; `factor` is the scale of logits to base 2.
 
@@ -140,13 +150,13 @@ def _attend(
             most, total, sums = _step(
                 q, latent, keys, values, table, present, at, start, reach, h, most, total, sums, factor, limit,
                 key_block, key_head, key_token, value_block, value_head, value_token,
-                D, WIDE, V, WIDE_V, SIZE, BN, PAGED, PRESENT, LIMIT, True,
+                D, WIDE, V, WIDE_V, SIZE, BN, PAGED, PRESENT, LIMIT, CAP, True,
             )  # fmt: skip
     for start in range(tl.maximum(begin, whole), reach, BN):
         most, total, sums = _step(
             q, latent, keys, values, table, present, at, start, reach, h, most, total, sums, factor, limit,
             key_block, key_head, key_token, value_block, value_head, value_token,
-            D, WIDE, V, WIDE_V, SIZE, BN, PAGED, PRESENT, LIMIT, False,
+            D, WIDE, V, WIDE_V, SIZE, BN, PAGED, PRESENT, LIMIT, CAP, False,
         )  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)  # 0: the row does not exist, or sees no key of this share.
     # The compiler would keep the rows' indices in registers during the loops, and some GPUs have too few registers
@@ -194,7 +204,7 @@ def _paid(
     query_token, query_head, key_block, key_head, key_token, value_block, value_head, value_token,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, V: tl.constexpr,
     WIDE_V: tl.constexpr, LATENT: tl.constexpr, SIZE: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    PAGED: tl.constexpr, LIMIT: tl.constexpr, OVER_ALL: tl.constexpr, SHARED: tl.constexpr,
+    PAGED: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, OVER_ALL: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Store for BN keys the greatest attention of any token, as mean over heads or, if OVER_ALL, as maximum.
 
@@ -229,7 +239,7 @@ def _paid(
                 if LATENT:
                     latent = tl.load(where + D + v[None, :], mask=there[:, None] & (v < V)[None, :], other=0.0)
                     logits = tl.dot(latent, value, logits, input_precision="tf32x3")
-                weights = tl.exp2(logits * factor - log_sum[:, None])
+                weights = tl.exp2(_scaled(logits, factor, CAP) - log_sum[:, None])
                 weights = tl.where((j[None, :] <= at[:, None]) & seen[None, :], weights, 0.0)
                 if LIMIT != ALL:
                     weights = tl.where(j[None, :] >= _first_seen(at, limit, LIMIT)[:, None], weights, 0.0)
@@ -350,7 +360,7 @@ def _sizes(pages: Paged, layer: LayerAttention) -> dict[str, int | bool]:
     dim, paged = pages.keys.shape[3], pages.table is not None
     return {
         "D": dim, "WIDE": padded(dim), **value_sizes(pages.values), "LATENT": layer.latent,
-        "SIZE": _size(pages), "PAGED": paged, "LIMIT": _limit(layer),
+        "SIZE": _size(pages), "PAGED": paged, "LIMIT": _limit(layer), "CAP": layer.soft_cap * LOG2_E.value,
     }  # fmt: skip
 
 

@@ -145,8 +145,9 @@ def _falcon_kv_heads(config: Any) -> int | None:
 
 def _unblended(config: Any) -> str:
     """Return why vLLM with lmc cannot blend a model, as far as its configuration says; empty if it may be blended."""
-    if getattr(config, "attn_logit_softcapping", None):
-        return "its attention has a soft cap of its logits"
+    settings = (config, getattr(config, "attn_config", None))  # those of Falcon, and of MPT
+    if config.model_type == "bloom" or any(getattr(one, "alibi", False) for one in settings):
+        return "its attention has ALiBi"
     return ""
 
 

@@ -197,7 +197,7 @@ class DecoderLayers:
         return attend_by_heads
 
     def _examined(self) -> list[tuple[dict[str, Any], int | None]]:
-        """Return scale, window and sinks of each layer, and the index of its rotation; None if its keys do not rotate.
+        """Return what a query of each layer sees, and the index of its rotation; None if its keys do not rotate.
 
         The layers project the same hidden state at two positions.
         """
@@ -208,9 +208,6 @@ class DecoderLayers:
             (first, named), (moved, _) = (self._projected(layer, hidden, at, angles[kind].at(at)) for at in ends)
             if first.shape[1:] != (self.shape.kv_heads, self.shape.head_dim):
                 raise UnsupportedModel("its layers have KV heads of different numbers or sizes")
-            if named.get("softcap"):
-                what = "a soft cap of its logits, which lmc's attention does not support"
-                raise UnsupportedModel(f"its attention has {what}")
             window = int(named.get("sliding_window") or 0)
             if not window and self._has_window(kind):
                 raise UnsupportedModel("its windows are in its masks alone, which lmc does not read")
@@ -218,6 +215,7 @@ class DecoderLayers:
                 "scale": float(named["scaling"]),
                 "window": window,
                 "sinks": named.get("s_aux"),
+                "soft_cap": float(named.get("softcap") or 0.0),
                 "latent": self.latent,
             }
             turns = [rotation.turn(*ends) for rotation in rotations_of(angles[kind])]

@@ -25,6 +25,7 @@ TESTED = {
     "Ernie4_5_MoeForCausalLM": "plain, interleaved RoPE",
     "Exaone4ForCausalLM": "windows with RoPE, full attention without",
     "ExaoneMoeForCausalLM": "windows with RoPE, full attention without",
+    "Gemma2ForCausalLM": "windows, a soft cap of logits",
     "Gemma3ForCausalLM": "windows, and a RoPE for each kind of layer",
     "Gemma4ForCausalLM": "windows, two head sizes, proportional RoPE",
     "Glm4ForCausalLM": "partial, interleaved RoPE",

@@ -254,8 +254,14 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "gemma2": (
         transformers.Gemma2Config,
-        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128},
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 128,
+            "attn_logit_softcapping": 0.5,  # so low that it changes attention
+        },
     ),
+    "gpt2": (transformers.GPT2Config, {}),
     "mistralwindow": (transformers.MistralConfig, {"head_dim": 32, "sliding_window": 128}),
     "qwen3next": (  # vLLM's CPU build computes its states in bfloat16 only, and heads of other sizes not at all.
         transformers.Qwen3NextConfig,

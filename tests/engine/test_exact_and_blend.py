@@ -23,6 +23,7 @@ ENGINES = {
     "phi3": ("phi3", {}, {}),
     "qwen3moe": ("qwen3moe", {}, {}),
     "mistralwindow": ("mistralwindow", {}, {}),
+    "gemma2": ("gemma2", {}, {}),
     "gemma3mixed": ("gemma3mixed", {}, {}),
     "one block table": ("gemma3mixed", {}, {"disable_hybrid_kv_cache_manager": True}),
     "gemma4": ("gemma4", {}, {}),

@@ -18,7 +18,7 @@ PLAIN = words(700, 9)
 OFF = "blending is off; the log of the engine's start says why"
 # Family, engine options, the reason that is logged
 ENGINES = {
-    "soft cap": ("gemma2", {}, "its attention has a soft cap of its logits"),
+    "other layers": ("gpt2", {}, "GPT2LMHeadModel does not keep its decoder layers in model.layers"),
     "LoRA": ("llama", {"enable_lora": True, "max_lora_rank": 8}, "LoRA is enabled"),
 }
 

@@ -84,15 +84,19 @@ SIGHTS = [{"window": 1}, {"window": 40}, {"chunk": 37}, {"window": 200}, {}]
 
 
 @pytest.mark.parametrize("share", [64, 512])  # keys of a program
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("sinks", "soft_cap"), [(False, 0.0), (True, 0.0), (False, 1.5)])
 @pytest.mark.parametrize("sight", SIGHTS, ids=str)
-def test_windows_chunks_and_sinks_are_those_of_torch(monkeypatch, sight, sinks, share):
+def test_windows_chunks_sinks_and_soft_caps_are_those_of_torch(monkeypatch, sight, sinks, soft_cap, share):
     """Also if several programs share the keys, of which a window hides all from some."""
     shared(monkeypatch, share)
     query, pages, positions, layer = problem((2, 4, 64, 16), torch.float32, "HND")
-    layer = replace(layer, sinks=torch.randn(8) if sinks else None, **sight)
+    layer = replace(layer, sinks=torch.randn(8) if sinks else None, soft_cap=soft_cap, **sight)
     present = torch.rand(150) < 0.7
     present[positions] = True
+    if soft_cap:
+        plain = attention.attend(query, pages, positions, replace(layer, soft_cap=0.0))
+        capped = attention.attend(query, pages, positions, layer)
+        assert sight == {"window": 1} or not agree(plain, capped, torch.float32), "the control: the cap is low"
     assert agree(
         attention_triton.attend(query, pages, positions, layer),
         attention.attend(query, pages, positions, layer),

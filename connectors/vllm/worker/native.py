@@ -524,8 +524,6 @@ def _unsupported(attention: Any) -> str:
         return "an index of the keys that it reads"
     if isinstance(attention, vllm_api.MLAAttention) and not hasattr(attention, "W_UK_T"):
         return "weights in a form of its backend"
-    if getattr(impl, "logits_soft_cap", None):
-        return "a soft cap of its logits"
     if getattr(impl, "alibi_slopes", None) is not None or getattr(attention, "use_alibi_sqrt", False):
         return "ALiBi"
     if getattr(impl, "kv_sharing_target_layer_name", None):
@@ -542,11 +540,12 @@ def _sinks_of(impl: Any) -> torch.Tensor | None:
 
 
 def _sight_of(attention: Any) -> dict[str, Any]:
-    """Return the window, the chunk and the sinks of an attention, as in `LayerAttention`."""
+    """Return the window, the chunk, the sinks and the soft cap of an attention, as in `LayerAttention`."""
     return {
         "window": int(getattr(attention, "sliding_window", None) or 0),
         "chunk": int(getattr(attention, "attention_chunk_size", 0) or 0),
         "sinks": _sinks_of(attention.impl),
+        "soft_cap": float(getattr(attention.impl, "logits_soft_cap", None) or 0.0),
         "latent": isinstance(attention, vllm_api.MLAAttention),
     }
 
