@@ -23,7 +23,7 @@ import test_cli
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
-from service_fakes import arena_for, eventually, serving
+from service_fakes import arena_for, beat, eventually, serving
 from storage_fakes import key_of, meta_of, state_of, with_stray_holder
 from test_admin import free_port
 from test_keeper import CHUNK, RECORD, A, B, C, D, engine_of, known, learn, places
@@ -41,6 +41,7 @@ from lmc.http import timeouts
 from lmc.http.client import Unreachable, admin_client
 from lmc.keys import RecordKind, tenant_of, tokens_digest
 from lmc.server import http_api
+from lmc.server.client import remote_store
 from lmc.server.events import Events
 from lmc.server.http_api import application
 from lmc.server.overview import Overview
@@ -334,6 +335,32 @@ def test_a_document_that_is_removed_while_an_engine_learns_it_again_stays_remove
     monkeypatch.undo()
     learn(engine, A, name="secret")
     assert ([one["name"] for one in service.documents()], places(engine, A)) == (["secret"], ["host", "host"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda keeper, documents: keeper.pin(documents),
+        lambda keeper, documents: keeper.unpin(documents),
+        lambda keeper, documents: keeper.expire(documents, 60.0),
+    ],
+    ids=["pin", "unpin", "expire"],
+)
+def test_a_removed_document_stays_removed_when_an_engine_changes_it_that_has_not_heard_of_that(
+    service, monkeypatch, change
+):
+    """The server listed it again, without chunks, and no engine knew it."""
+    monkeypatch.setattr(remote_store, "BEAT_SECONDS", 3600.0)
+    engine = service.engine()
+    document = learn(engine, A)
+    service.ask(f"/v1/documents/{document.id}", method="DELETE")
+    change(engine.keeper, [document])
+    (arena,) = service.server.arenas.all()
+    assert (service.documents(), arena.keeper.pinned_chunks, arena.keeper._all()) == ([], 0, [])
+    beat(engine.store)
+    assert (engine.known.count(), document.pinned, document.expires) == (0, False, 0.0)
+    learn(engine, A)
+    assert [one["id"] for one in service.documents()] == [document.id]
 
 
 def test_a_pinned_document_that_was_lost_is_learned_again_by_an_engine_of_its_model_and_tenant(service):

@@ -344,6 +344,21 @@ def test_an_engine_that_loses_its_server_while_it_reads_what_is_stored_reads_it_
             wait_for(lambda: other.engine.known.count() == len(documents))
 
 
+def test_a_document_that_the_server_does_not_know_and_an_engine_pins_is_known_to_all(tmp_path, monkeypatch):
+    """Such as after a restart of a server without a disk."""
+    monkeypatch.setattr(remote_store, "BEAT_SECONDS", 3600.0)
+    with serving(tmp_path, 0, max_local_cpu_size=0.1) as server, engine(server) as one:
+        learn_many(one, 1)
+        (document,), arena = one.engine.known.list(), arena_for(server, one.engine.store)
+        arena.known.clear()
+        for key in document.keys:
+            arena.store.forget(key)
+        with engine(server) as other:
+            one.engine.keeper.pin([document])
+            beat(other.engine.store)
+            assert other.engine.known.count() == 1
+
+
 def test_of_engines_that_begin_a_document_at_once_one_gets_all_of_it(tmp_path):
     with serving(tmp_path, 0, max_local_cpu_size=0.02) as server, ExitStack() as opened:
         engines = [opened.enter_context(engine(server)).engine for _ in range(3)]

@@ -270,9 +270,23 @@ class Keep(Request, frozen=True):
 
     def handle(self, lease: "Lease") -> str:
         """Call the method; return the reason if this fails, else ""."""
-        return lease.keep(
-            [document.noted(lease.arena.known) for document in self.documents], self.operation, self.seconds
-        )
+        return lease.keep([self._noted(document, lease) for document in self.documents], self.operation, self.seconds)
+
+    @staticmethod
+    def _noted(described: Described, lease: "Lease") -> KnownDocument:
+        """Return the server's document. One that the server has removed stays removed: the client has yet to hear it.
+
+        One that the server did not know becomes known to all clients.
+        """
+        arena = lease.arena
+        with arena.keeper.moving:
+            before = arena.known.get(described.keys[-1].hex())
+            if before is not None and before.removed:
+                return before
+            document = described.noted(arena.known)
+            if before is None:
+                arena.changes.add(document)
+            return document
 
 
 class Kept(Request, frozen=True):
