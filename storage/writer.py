@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
 
+from lmc.errors import StorageError
 from lmc.keys import ChunkKey
 from lmc.storage.contract import Pin
 from lmc.storage.slots import SlotPool
@@ -59,9 +60,15 @@ class Writer:
         self._complain()
 
     def delete(self, key: ChunkKey, *, shared: bool) -> "list[Future[None]]":
-        """Delete a record from the tiers, after its queued writes. The record must have left all slots before."""
+        """Delete a record from the tiers, after its queued writes. The record must have left all slots before.
+
+        Raises `StorageError` if the threads have been stopped.
+        """
         tiers = [tier for tier in self._tiers if shared or not tier.shared]
-        return [self._submit(tier, key, self._delete, tier, key) for tier in tiers]
+        try:
+            return [self._submit(tier, key, self._delete, tier, key) for tier in tiers]
+        except RuntimeError as error:
+            raise StorageError("the store is closed: remove records again after the next start") from error
 
     def will_delete(self, tier: Tier, key: ChunkKey) -> bool:
         """Return whether a record will be deleted from a tier when the tier responds."""

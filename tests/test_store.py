@@ -36,7 +36,7 @@ from storage_fakes import (
 from tier_contract import LocalContract, read
 from tier_wrappers import Counted, Delayed, Faulty
 
-from lmc.errors import ChunkLost, CorruptRecord
+from lmc.errors import ChunkLost, CorruptRecord, StorageError
 from lmc.storage import loader, writer
 from lmc.storage.contract import PinState
 from lmc.storage.memory.slab import LOST, Slab, tag_of
@@ -539,6 +539,15 @@ def test_closing_twice_is_closing_once_and_a_closed_store_takes_nothing(make, ti
     assert get(store, K0) == expected(K0)
     assert get(store, K1) is None
     assert store.held() == 0
+
+
+def test_a_closed_store_removes_nothing_and_says_so(make, tier):
+    """A cache server that ends may still be removing documents. It logged an unexpected error."""
+    store = make(fill(tier, K1))
+    store.close()
+    with pytest.raises(StorageError, match="the store is closed"):
+        store.forget(K1)
+    assert set(tier.records) == {K1}
 
 
 # -- up --------------------------------------------------------------------------------------------------------------
