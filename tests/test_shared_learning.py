@@ -344,6 +344,45 @@ def test_an_engine_that_loses_its_server_while_it_reads_what_is_stored_reads_it_
             wait_for(lambda: other.engine.known.count() == len(documents))
 
 
+def test_a_document_that_is_learned_again_before_an_engine_attaches_again_is_known(tmp_path, monkeypatch):
+    """The engine has heard of its removal, and not that it was learned again."""
+    monkeypatch.setattr(remote_store, "BEAT_SECONDS", 3600.0)
+    with serving(tmp_path, 0, max_local_cpu_size=0.1) as server, engine(server) as one, engine(server) as other:
+        (tokens,) = learn_many(one, 1)
+        beat(other.engine.store)
+        arena = arena_for(server, one.engine.store)
+        arena.keeper.remove(arena.known.list())
+        for model in (one, other):
+            beat(model.engine.store)
+        learn_many(one, 1)
+        monkeypatch.setattr(arena.changes, "last", arena.changes.last + 1)  # The changes of an earlier server are lost.
+        arena.changes._keys.clear()
+        other.engine.keeper.attached_again()
+        beat(other.engine.store)
+        wait_for(lambda: not other.engine._reads())
+        assert (other.engine.known.count(), len(other.engine.with_known([1, 2, *tokens, 3], []))) == (1, 1)
+
+
+def test_a_document_that_is_being_removed_is_not_known_to_an_engine_that_reads_what_is_stored(tmp_path, monkeypatch):
+    """Its record is still there, and the engine does not hear of the removal, which was before."""
+    monkeypatch.setattr(remote_store, "BEAT_SECONDS", 3600.0)
+    with serving(tmp_path, 0, max_local_cpu_size=0.1) as server, engine(server) as one:
+        learn_many(one, 2)
+        arena = arena_for(server, one.engine.store)
+        forget, found = arena.store.forget, []
+
+        def read_and_forget(key):
+            with engine(server) as other:
+                wait_for(lambda: not other.engine._reads())
+                beat(other.engine.store)
+                found.append(other.engine.known.count())
+            forget(key)
+
+        monkeypatch.setattr(arena.store, "forget", read_and_forget)
+        arena.keeper.remove(arena.known.list()[:1])
+        assert found == [1] * len(found) != []
+
+
 def test_a_document_that_the_server_does_not_know_and_an_engine_pins_is_known_to_all(tmp_path, monkeypatch):
     """Such as after a restart of a server without a disk."""
     monkeypatch.setattr(remote_store, "BEAT_SECONDS", 3600.0)

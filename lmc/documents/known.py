@@ -139,10 +139,11 @@ class KnownDocuments:
         used: float,
         model: str = "",
         tenant: str = "",
+        again: bool = False,
     ) -> KnownDocument | None:
         """Record a document that an earlier process has learned, last `used` at a time in seconds since 1970.
 
-        Returns None for one that exceeds `max_bytes`.
+        A removed document stays removed, unless it was stored `again`. Returns None for one that exceeds `max_bytes`.
         """
         with self._mutex:
             is_new = keys[-1] not in self._documents
@@ -152,6 +153,10 @@ class KnownDocuments:
             document = self._noted(namespace, tokens, keys, name, model, tenant)
             if is_new:
                 document.used = used or document.used
+            elif again and document.removed:
+                if self._finds:
+                    self._find_again(document)
+                document.removed = ""
             self._table.update(document)
             return document
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -479,16 +480,17 @@ class CacheEngine:
         return not all(recall.ended for recall in self._recalls)
 
     def _read_again(self) -> None:
-        """Begin to read which documents a cache server has."""
-        recall = Recall(self.store.records(), self._take_document, self.known.prepare, self.background)
+        """Begin to read which documents a cache server has. Some may have been removed and learned again."""
+        take = partial(self._take_document, again=True)
+        recall = Recall(self.store.records(), take, self.known.prepare, self.background)
         self._recalls = [self.recall, recall]
 
     def _stop_reading(self) -> None:
         for recall in self._recalls:
             recall.stop()
 
-    def _take_document(self, chunk: StoredChunk) -> None:
-        """Remember the document of a chunk that is its last one."""
+    def _take_document(self, chunk: StoredChunk, *, again: bool = False) -> None:
+        """Remember the document of a chunk that is its last one; see `KnownDocuments.recall`."""
         meta = chunk.meta
         if meta.kind is RecordKind.DOCUMENT and meta.label:
             with suppress(ValueError, IndexError):
@@ -496,7 +498,7 @@ class CacheEngine:
                 if (keys := self.document_keys(tokens, meta.namespace))[-1] != meta.key:
                     return  # An earlier process used another chunk_size.
                 owner = {"model": meta.model, "tenant": meta.tenant}
-                self.known.recall(meta.namespace, tokens, keys, name=name, used=chunk.used, **owner)
+                self.known.recall(meta.namespace, tokens, keys, name=name, used=chunk.used, again=again, **owner)
 
     def _take(self, chunk: StoredChunk) -> None:
         """Remember a chunk that an earlier process has stored."""

@@ -21,7 +21,7 @@ from lmc.server.quotas import Owners, Quota, Quotas
 from lmc.shapes import GIB
 from lmc.storage.change_log import ChangeLog, Chunk
 from lmc.storage.chunk_layout import ChunkLayout
-from lmc.storage.contract import Reservation
+from lmc.storage.contract import Reservation, StoredChunk
 from lmc.storage.eviction import FairShares, Owner
 from lmc.storage.memory.slab import Slab, Slot
 from lmc.storage.slots import Backing
@@ -168,6 +168,16 @@ class Arena:
                 for key in some:
                     self.store.forget(key, wait=wait)
         return keys
+
+    def records(self) -> Iterator[StoredChunk]:
+        """Return what is stored, without the last chunks of removed documents, which are being removed.
+
+        A client that gets a document here, and reads the changes since before, knows whether it has been removed.
+        """
+        for chunk in self.store.records():
+            document = self.known.get(chunk.meta.key.hex()) if chunk.meta.label else None
+            if document is None or not document.removed:
+                yield chunk
 
     def _removed(self, document: KnownDocument) -> None:
         """Stop clients from learning or finding a removed document."""

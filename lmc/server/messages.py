@@ -301,7 +301,7 @@ class Kept(Request, frozen=True):
 
 
 class Records(Request, frozen=True):
-    """Calls `ChunkStore.records`, up to `MAX_LISTED_RECORDS` at a time. The `first` request starts a new listing.
+    """Calls `Arena.records`, up to `MAX_LISTED_RECORDS` at a time. The `first` request starts a new listing.
 
     An empty response ends the listing.
     """
@@ -311,7 +311,7 @@ class Records(Request, frozen=True):
     def handle(self, lease: "Lease") -> list[StoredChunk]:
         """Return the next chunks."""
         if self.first:
-            lease.listed = lease.store.records()
+            lease.listed = lease.arena.records()
         return list(islice(lease.listed, MAX_LISTED_RECORDS))
 
 
