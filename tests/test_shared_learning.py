@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
@@ -197,6 +198,21 @@ def test_clients_are_told_of_all_changes_since_those_that_they_know():
     assert all_since(changes, last) == ([7], 1, last + 2)
     known.clear()
     assert all_since(changes, start) == ([], 4, last + 2), "they are forgotten"
+
+
+def test_the_next_changes_are_found_without_a_look_at_those_before_them():
+    """For an engine that knew all but the last of 131,072, the server passed all of them, which took a millisecond."""
+
+    class Passed(deque):
+        def __iter__(self):
+            raise AssertionError("all entries are passed")
+
+    known = KnownDocuments()
+    changes = DocumentChanges(known)
+    changes._keys = Passed(maxlen=changes._keys.maxlen)
+    for number in range(10):
+        changes.add(numbered(known, number))
+    assert all_since(changes, changes.last - 3)[0] == [7, 8, 9]
 
 
 def test_a_client_that_has_missed_changes_or_had_another_server_is_told_so(monkeypatch):

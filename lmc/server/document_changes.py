@@ -3,7 +3,6 @@
 import threading
 import time
 from collections import deque
-from itertools import islice
 from typing import NamedTuple
 
 from lmc.documents.known import KnownDocument, KnownDocuments
@@ -46,7 +45,8 @@ class DocumentChanges:
             first = self.last - len(self._keys)
             complete = first <= number <= self.last
             start = number if complete else first
-            keys = list(islice(self._keys, start - first, start - first + MAX_SENT_DOCUMENTS))
-            end, more = start + len(keys), start + len(keys) < self.last
+            end = min(start + MAX_SENT_DOCUMENTS, self.last)
+            keys = [self._keys[i - first] for i in range(start, end)]  # `islice` would pass all entries before them.
+            more = end < self.last
         documents = [self._known.get(key.hex()) for key in dict.fromkeys(keys)]
         return ChangedSince([document for document in documents if document is not None], end, more, complete)
