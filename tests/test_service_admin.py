@@ -1,5 +1,6 @@
 """Administration of a cache server over real HTTP: documents, tenants, quotas, events. Engines and stores are real."""
 
+import asyncio
 import base64
 import json
 import os
@@ -8,6 +9,7 @@ import ssl
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from http.client import HTTPConnection
@@ -58,8 +60,9 @@ SLOT = 2 * 4096  # bytes
 class Service:
     """A server that is administered, and engines that are attached to it."""
 
-    def __init__(self, server, port, opened):
+    def __init__(self, server, port, opened, stop_http):
         self.server, self.url, self._opened = server, f"http://127.0.0.1:{port}", opened
+        self.stop_http = stop_http
 
     def engine(self, **settings):
         return self._opened.enter_context(closing(engine_of(server=self.server.path, **settings)))
@@ -88,8 +91,9 @@ def administered(folder, slots=16, tenants=(), token=TOKEN, **settings):
     with serving(folder, 0, None, **settings) as server, ExitStack() as opened:
         port = free_port()
         app = application(Overview(server), token, dict(tenants))
-        opened.callback(http_server.serve(app, f"127.0.0.1:{port}", token, setting="--http"))
-        yield Service(server, port, opened)
+        stop = http_server.serve(app, f"127.0.0.1:{port}", token, setting="--http")
+        opened.callback(stop)
+        yield Service(server, port, opened, stop)
 
 
 @pytest.fixture
@@ -570,6 +574,43 @@ def test_connections_over_which_nothing_is_asked_are_closed(tmp_path, monkeypatc
             assert [one.recv(10) for one in (*silent, begun)] == [b""] * 21
             assert half.recv(100)[:12] == b"HTTP/1.1 408", "the rest of the question does not come"
         assert service.ask("/health") == {"status": "ok"}
+
+
+def test_a_server_that_ends_answers_the_requests_that_it_has(monkeypatch):
+    """They were cancelled, answered 500, and logged with a traceback."""
+    came, goes_on, port = threading.Event(), threading.Event(), free_port()
+
+    async def application(scope, receive, send):
+        came.set()
+        await asyncio.to_thread(goes_on.wait, 60)
+        await http_server.refuse(send, 203, "late")
+
+    monkeypatch.setattr(http_server, "GRACE_SECONDS", 60.0)
+    stop = http_server.serve(application, f"127.0.0.1:{port}", TOKEN, setting="--http")
+    with ThreadPoolExecutor(2) as pool:
+        answer = pool.submit(urlopen, f"http://127.0.0.1:{port}", timeout=60)
+        assert came.wait(60)
+        stopping = pool.submit(stop)
+        eventually(lambda: not listens(port))
+        goes_on.set()
+        assert answer.result().status == 203
+        stopping.result()
+
+
+def listens(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_server_that_ends_with_a_subscriber_ends_quietly(service, monkeypatch, caplog):
+    monkeypatch.setattr(http_server, "GRACE_SECONDS", 60.0)
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    service.engine()
+    with urlopen(Request(f"{service.url}/v1/events", headers=headers), timeout=60) as events:
+        service.server.stop()
+        service.stop_http()
+        events.read()
+    assert [record.levelname for record in caplog.records if record.name.startswith("uvicorn")] == []
 
 
 def test_there_are_no_more_subscribers_than_so_many(service, monkeypatch):
