@@ -85,6 +85,24 @@ def test_removing_a_version_of_a_text_keeps_the_chunks_of_the_other_one(tmp_path
         assert not any(places(engine, new.tokens.tolist()))
 
 
+def test_a_process_that_is_killed_while_it_removes_a_document_leaves_no_pin_of_it(tmp_path, monkeypatch):
+    """The next process knew a pinned document without chunks, and had it learned again."""
+    with closing(engine_of(tmp_path)) as engine:
+        document = learn(engine, A)
+        engine.keeper.pin([document])
+        engine.keeper.expire([document], 60.0)
+        forget, rows = engine.store.forget, KeptDocuments(tmp_path / "disk")
+        left = [[row.id for row in rows.read()]]
+
+        def forget_and_look(key):
+            left.append([row.id for row in rows.read()])
+            forget(key)
+
+        monkeypatch.setattr(engine.store, "forget", forget_and_look)
+        engine.keeper.remove([document])
+        assert left == [[document.id], [], []]
+
+
 def test_a_removed_document_hides_no_other_one_with_its_text_until_it_is_learned_again(tmp_path):
     text = list(range(900, 1000))
     with closing(engine_of(tmp_path, slots=32, records=32, enable_blending=True)) as engine:

@@ -260,19 +260,23 @@ class Keeper(DocumentKeeper):
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _remove(self, documents: Sequence[KnownDocument], reason: str) -> None:
-        """Remove documents. The caller holds `moving`."""
+        """Remove documents. The caller holds `moving`.
+
+        Their rows are removed first: if the process is killed meanwhile, the next one has no pins without chunks.
+        """
         self._unpin(documents)
+        for document in documents:
+            document.expires = 0.0
+        self._note(documents)
         remaining = documents
         while remaining:
             self._known.remove(remaining, reason)
             for document in remaining:
                 self._removed(document)
-                document.expires = 0.0
             for key in self._known.unused(remaining):  # Versions of a text begin with the same chunks.
                 self._store.forget(key)
             # An engine may have learned some of them again before all of their chunks were removed.
             remaining = [document for document in documents if not document.removed]
-        self._note(documents)
 
     def _all(self) -> list[KnownDocument]:
         with self._mutex:
