@@ -103,6 +103,19 @@ def test_a_process_that_is_killed_while_it_removes_a_document_leaves_no_pin_of_i
         assert left == [[document.id], [], []]
 
 
+def test_a_document_that_is_removed_while_a_prompt_uses_it_stays_removed(tmp_path):
+    """It was listed again when the request had finished, and found in prompts, which had it learned again."""
+    with closing(engine_of(tmp_path)) as engine:
+        document, used = learn(engine, A), engine.documents(A, [Span(0, len(A))])
+        assert engine.note(A, used, used=True) == [document]
+        engine.keeper.remove([document])
+        assert engine.note(A, used, used=True) == []
+        assert (engine.known.count(), document.removed) == (0, "lmc documents remove")
+        learn(engine, A)
+        assert engine.note(A, used, used=True) == [document]
+        assert engine.known.count() == 1
+
+
 def test_a_removed_document_hides_no_other_one_with_its_text_until_it_is_learned_again(tmp_path):
     text = list(range(900, 1000))
     with closing(engine_of(tmp_path, slots=32, records=32, enable_blending=True)) as engine:

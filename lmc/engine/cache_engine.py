@@ -246,7 +246,7 @@ class CacheEngine:
     ) -> list[KnownDocument]:
         """Record documents of a prompt as stored, or as `used` by it. Returns their entries in `known`.
 
-        Those without a name get `name`.
+        Those without a name get `name`. A document that was removed while the prompt used it stays removed.
         """
         namespace, noted = self.namespace(RecordKind.DOCUMENT, salt), []
         owner = {"name": name, "model": self.names.model, "tenant": tenant_of(salt)}
@@ -255,8 +255,15 @@ class CacheEngine:
                 self.known.use(document.known.keys[-1:])
             elif tokens := prompt[document.span.start : document.span.stop]:
                 keys = [piece.key for piece in document.pieces]
-                noted.append(self.known.note(namespace, tokens, keys, used=used, **owner))
+                if not (used and self._was_removed(keys)):
+                    noted.append(self.known.note(namespace, tokens, keys, used=used, **owner))
         return noted
+
+    def _was_removed(self, keys: Sequence[ChunkKey]) -> bool:
+        """Return whether the document of these chunks was removed, and was not stored again."""
+        document = self.known.get(keys[-1].hex())
+        removed = document is not None and bool(document.removed)
+        return removed and None in self.store.lookup(keys, shared=False)
 
     def begin_anew(self) -> None:
         """Switch to new keys, which no later process finds: the model's weights may have been replaced."""
