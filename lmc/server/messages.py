@@ -270,6 +270,12 @@ class Keep(Request, frozen=True):
 
     def handle(self, lease: "Lease") -> str:
         """Call the method; return the reason if this fails, else ""."""
+        if self.operation == "remove":  # It lets others work between two batches of documents.
+            return self._keep(lease)
+        with lease.arena.keeper.moving:  # Once for all documents: others hold it while they write to the disk.
+            return self._keep(lease)
+
+    def _keep(self, lease: "Lease") -> str:
         return lease.keep([self._noted(document, lease) for document in self.documents], self.operation, self.seconds)
 
     @staticmethod
@@ -279,14 +285,13 @@ class Keep(Request, frozen=True):
         One that the server did not know becomes known to all clients.
         """
         arena = lease.arena
-        with arena.keeper.moving:
-            before = arena.known.get(described.keys[-1].hex())
-            if before is not None and before.removed:
-                return before
-            document = described.noted(arena.known)
-            if before is None:
-                arena.changes.add(document)
-            return document
+        before = arena.known.get(described.keys[-1].hex())
+        if before is not None and before.removed:
+            return before
+        document = described.noted(arena.known)
+        if before is None:
+            arena.changes.add(document)
+        return document
 
 
 class Kept(Request, frozen=True):
