@@ -102,6 +102,38 @@ def test_a_blend_gets_every_block_that_its_tokens_see_and_returns_what_it_borrow
     assert lab.pool.get_num_free_blocks() == free
 
 
+@pytest.mark.parametrize("more", range(BLOCK))
+def test_the_engine_keeps_every_block_that_the_last_token_of_a_blended_prompt_sees(lab, more):
+    """A blend provides the whole prompt, and the engine computes the last token again.
+
+    It kept the blocks for the token after the prompt, and read null blocks for one length of a prompt in `BLOCK`.
+    """
+    learned(lab, DOC_A, DOC_B)
+    tokens = [*prompt(DOC_B, DOC_A, system=LONG), *range(900, 900 + more)]
+    request = lab.arrive("one", tokens)
+    assert lab.admit(request) in (len(tokens) - 1, len(tokens))
+    seen = visible(len(tokens) - 1, WINDOW) | {(len(tokens) - 1) // BLOCK}
+    assert all(lab.windowed["one"][0][at] for at in seen)
+    lab.step()
+    lab.load(request)
+    lab.finish(request)
+
+
+def test_a_blend_borrows_a_block_for_the_last_token_if_the_engine_has_allocated_none():
+    """In layers with this window, the first block leaves the window at a token that begins a new block."""
+    groups = KVGroups(Pool(40), BLOCK, (0, BLOCK + 2))
+    tokens = 3 * BLOCK + 1
+    assert groups.loadable(tokens) == tokens - 1
+    free = groups.pool.get_num_free_blocks()
+    tables = [[block.block_id for block in blocks] for blocks in groups.take(tokens - 1)]
+    borrowed = groups.completed(tables, [], 0, 0, tokens)
+    assert [table[:-1] for table in borrowed.tables] == [tuple(table) for table in tables]
+    assert all(map(all, borrowed.tables))
+    groups.let_go([groups.pool.blocks[number] for table in tables for number in table])
+    groups.let_go(borrowed.blocks)
+    assert groups.pool.get_num_free_blocks() == free
+
+
 def test_blocks_before_documents_are_cached_and_stored_in_all_groups(lab):
     learned(lab, DOC_A, DOC_B)
     lab.serve("one", prompt(DOC_B, DOC_A, system=LONG))

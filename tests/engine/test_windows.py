@@ -46,6 +46,18 @@ def test_a_request_keeps_only_the_blocks_of_its_window(lab, asked):
     assert bool(facts(steps.outputs[name]).get("reused_tokens")) == bool(asked)
 
 
+@pytest.mark.parametrize("tokens", [WINDOW + k * BLOCK + end for k, end in ((1, 31), (2, 30), (2, 31), (3, 0), (3, 1))])
+def test_the_last_token_of_a_blended_prompt_sees_its_whole_window(lab, tokens):
+    """The engine had null blocks where the window of the last token begins, for one length of a prompt in 32."""
+    prompt = Prompt([DOCUMENTS[3]], system=32, question=tokens - 32 - len(DOCUMENTS[3]))
+    wanted = lab.vanilla(prompt.tokens)
+    lab.learn([DOCUMENTS[3]])
+    poison()
+    out = lab.ask(prompt.tokens, prompt.blend(**EXACT))
+    assert facts(out)["reused_tokens"] == len(DOCUMENTS[3])
+    assert agree(out, wanted)
+
+
 def test_pages_that_a_window_has_passed_are_neither_saved_nor_loaded(lab, monkeypatch):
     """A prompt continues after 672 tokens, and sees the last 128 of them in half of the layers."""
     lab.ask(PLAIN)

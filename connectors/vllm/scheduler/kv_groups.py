@@ -76,6 +76,16 @@ class KVGroups:
         window = self.windows[group]
         return max(0, position - window + 1) // self.block_size if window else 0
 
+    def loadable(self, tokens: int) -> int:
+        """Return how many of the `tokens` tokens of a request may be loaded, which is at most one less.
+
+        The engine keeps the blocks that the token after the loaded ones sees. If all tokens are loaded, it computes the
+        last one again, which may see a block more.
+        """
+        last = max(0, tokens - 1)
+        drops = any(self.first_seen(group, tokens) > self.first_seen(group, last) for group in self.all)
+        return last if drops else tokens
+
     def cached(self, hashes: Sequence[bytes]) -> int:
         """Return after how many of these blocks the engine can continue from its own prefix cache."""
         found = self.cached_in(self.without_window, hashes)
@@ -121,18 +131,20 @@ class KVGroups:
         return sum(max(0, self.first_seen(group, stop) - self.first_seen(group, exact)) for group in range(self.count))
 
     def completed(
-        self, tables: Sequence[Sequence[int]], hashes: Sequence[bytes], local: int, exact: int
+        self, tables: Sequence[Sequence[int]], hashes: Sequence[bytes], local: int, exact: int, stop: int
     ) -> Borrowed | None:
-        """Return the tables of a request with every block that tokens from position `exact` on see.
+        """Return the tables of a request with every block that the tokens of the positions `[exact, stop)` see.
 
         `tables` are those of the engine, which has the first `local` tokens in its prefix cache under `hashes`. Returns
         None if such a block has been evicted, or if too few blocks are free.
         """
-        borrowed, whole, first_new = list[Any](), [list(table) for table in tables], local // self.block_size
+        borrowed, first_new, end = list[Any](), local // self.block_size, self.blocks(stop)
+        # The engine has allocated no block for a last token that is not loaded; see `loadable`.
+        whole = [[*table, *[NULL] * (end - len(table))] for table in tables]
         lacking = [
             (group, at)
             for group, table in enumerate(tables)
-            for at in range(self.first_seen(group, exact), passed_blocks(table))
+            for at in (*range(self.first_seen(group, exact), passed_blocks(table)), *range(len(table), end))
         ]
         # New blocks may take the place of cached ones, so the cached blocks of all groups are held first.
         for group, at in (place for place in lacking if place[1] < first_new):

@@ -175,7 +175,7 @@ class Scheduler:
             self._roles.find_role(state)
         plan = self._claim(state, local)
         self._note_cached(state, local)
-        return None if plan is None else plan.stop - local
+        return None if plan is None else self._load_stop(state, plan) - local
 
     def _claim(self, state: RequestState, local: int) -> Plan | None:
         """Return a request's plan, whose chunks are pinned; None if the engine has to ask again in its next step."""
@@ -208,6 +208,10 @@ class Scheduler:
                 plan = state.claim = self._claims.make(state, local)
         return plan
 
+    def _load_stop(self, state: RequestState, plan: Plan) -> int:
+        """Return the end of the tokens that the engine takes as loaded: it keeps what the token after them sees."""
+        return self._groups.loadable(plan.stop) if plan.stop == state.request.num_tokens else plan.stop
+
     def _awaits_answers(self, state: RequestState) -> bool:
         """Return whether a request waits for slow tiers to say what they have. If not, it uses what they have said.
 
@@ -234,11 +238,11 @@ class Scheduler:
         plan = state.claim
         assert plan is not None
         local = plan.match.local
-        assert plan.stop - local == tokens, "the engine loads another number of tokens than was claimed"
+        assert self._load_stop(state, plan) - local == tokens, "the engine loads another number of tokens than claimed"
         state.claim, state.awaits_blocks = None, False
         state.loading, state.loading_since = True, self._setup.clock()
         if self._groups.windowed and is_blend(plan):
-            state.borrowed = self._groups.completed(tables, request.block_hashes, local, end_of_pages(plan))
+            state.borrowed = self._groups.completed(tables, request.block_hashes, local, end_of_pages(plan), plan.stop)
             if state.borrowed is None:  # The engine has evicted blocks to allocate these.
                 self.fail_load(state.id, tables)
                 return
