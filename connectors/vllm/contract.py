@@ -66,7 +66,7 @@ FIELDS: Mapping[str, str] = {
     "vllm.config.ParallelConfig": "data_parallel_index data_parallel_size decode_context_parallel_size is_moe_model "
     "pipeline_parallel_size prefill_context_parallel_size tensor_parallel_size",
     "vllm.config.SchedulerConfig": "max_num_batched_tokens max_num_seqs",
-    "vllm.config.SpeculativeConfig": "draft_model_config num_speculative_tokens",
+    "vllm.config.SpeculativeConfig": "draft_model_config method num_speculative_tokens",
     "vllm.config.VllmConfig": "cache_config compilation_config kv_events_config kv_transfer_config load_config "
     "lora_config model_config observability_config parallel_config scheduler_config speculative_config",
     "vllm.distributed.kv_transfer.kv_connector.factory.KVConnectorFactory": "_registry register_connector(3)",

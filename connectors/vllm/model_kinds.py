@@ -53,6 +53,7 @@ TESTED = {
 # removes blocks in the middle of a table.
 STORED = {"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec"}
 WINDOWED = {"sliding_attention", "chunked_attention"}  # names of such layers in a model's configuration
+WITHOUT_LAYERS = {"ngram", "ngram_gpu", "suffix"}  # ways to draft tokens that need no KV cache of their own
 SUPPORTED = {"sliding_attention", "full_attention"}  # kinds of layers with which several block tables were tested
 
 
@@ -69,7 +70,8 @@ def _may_have_several_tables(config: Any) -> bool:
     kinds = set(getattr(text, "layer_types", None) or ())
     # Layers of Gemma 4 have heads of two sizes, so their blocks would have different numbers of tokens.
     of_two_sizes = any(getattr(text, name, None) for name in ("global_head_dim", "is_heterogeneous"))
-    alone = config.speculative_config is None and config.parallel_config.pipeline_parallel_size == 1
+    drafts = config.speculative_config
+    alone = config.parallel_config.pipeline_parallel_size == 1 and (drafts is None or drafts.method in WITHOUT_LAYERS)
     return kinds == SUPPORTED and not of_two_sizes and alone
 
 

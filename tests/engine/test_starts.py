@@ -180,7 +180,8 @@ MIXED = ["sliding_attention", "full_attention"]
         (False, {}, {"layer_types": ["chunked_attention", "full_attention"]}, {}),
         (False, {}, {"layer_types": MIXED, "global_head_dim": 512}, {}),
         (False, {}, {"layer_types": MIXED, "is_heterogeneous": True}, {}),
-        (False, {}, {"layer_types": MIXED}, {"speculative_config": object()}),
+        (False, {}, {"layer_types": MIXED}, {"speculative_config": SimpleNamespace(method="eagle3")}),
+        (True, {}, {"layer_types": MIXED}, {"speculative_config": SimpleNamespace(method="ngram")}),
         (False, {}, {"layer_types": MIXED}, {"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}),
     ],
 )
