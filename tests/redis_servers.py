@@ -285,7 +285,7 @@ class RedisServer(Stopped):
 
 def servers_of(tier: Any) -> list[Any]:
     """The servers that a tier knows, each with a breaker of its own."""
-    return list(tier._servers.all())
+    return list(tier.servers.all())
 
 
 def linked(replica: RedisServer) -> bool:

@@ -224,15 +224,27 @@ def test_uses_in_memory_count_and_hold_after_a_restart(tmp_path):
     tier.close()
 
 
-def test_a_use_is_noted_while_files_are_removed(tmp_path):
+def test_a_use_is_noted_while_files_are_removed(tmp_path, monkeypatch):
     """The scheduler notes it, and must not wait for the disk."""
     tier = DiskTier(tmp_path, 3 * RECORD_BYTES)
     write(tier, K0)
+    unlink, removes, goes_on = Path.unlink, threading.Event(), threading.Event()
+
+    def unlink_slowly(path, **named):
+        removes.set()
+        assert goes_on.wait(60)
+        unlink(path, **named)
+
+    monkeypatch.setattr(Path, "unlink", unlink_slowly)
+    removing = threading.Thread(target=tier.delete, args=(K0,))
     noting = threading.Thread(target=tier.note_use, args=([K0],))
-    with tier._lock:
-        noting.start()
-        noting.join(30)
-        assert not noting.is_alive()
+    removing.start()
+    assert removes.wait(60)
+    noting.start()
+    noting.join(30)
+    assert not noting.is_alive()
+    goes_on.set()
+    removing.join(60)
     tier.close()
 
 
@@ -965,8 +977,8 @@ def test_a_write_that_ends_early_does_not_read_the_slot_any_more(tmp_path, monke
     monkeypatch.setattr(
         disk, "checksums", lambda meta, parts: tuple(map(slow_checksum, split_parts(parts, meta.stored)))
     )
-    header = disk._header  # is made when the thread reads already
-    monkeypatch.setattr(disk, "_header", lambda *given: begun.wait(60) and header(*given))
+    # The header is made when the thread reads already.
+    monkeypatch.setattr(disk, "encode_header", lambda meta: begun.wait(60) and encode_header(meta))
     monkeypatch.setattr(os, "pwritev", fail)
     writer = threading.Thread(target=write_one)
     writer.start()

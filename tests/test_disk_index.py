@@ -67,8 +67,8 @@ def commit(tier):
 
 def settled(tier: DiskTier) -> DiskTier:
     """The tier when it has compared its index with its directory."""
-    if (comparing := tier._comparing) is not None:
-        comparing.join()
+    for comparing in threads_named("lmc-disk-compare"):
+        ended(comparing)
     return tier
 
 
@@ -159,20 +159,29 @@ def test_rows_without_a_record_are_forgotten_after_a_kill(tmp_path, monkeypatch)
 
 def test_a_close_while_changes_are_being_committed_ends(tmp_path, monkeypatch):
     """The thread that commits cleared the event with which the close had just woken it, and waited for ever."""
-    monkeypatch.setattr(index, "COMMIT_SECONDS", 0.0)
-    rows = index.DiskIndex(tmp_path)
-    (thread,) = threads_named("lmc-disk-index")
+    closing = threading.Thread(target=lambda: rows.close())  # noqa: PLW0108 - `rows` is made later.
+    woken, cleared = threading.Event(), []
 
     class ClosedMeanwhile(threading.Event):
+        def set(self):
+            super().set()
+            if self in cleared:
+                woken.set()
+
         def clear(self):
-            rows._ended.set()
-            self.set()
+            cleared.append(self)
+            closing.start()
+            assert woken.wait(60)
             super().clear()
 
-    waited_for, rows._changed = rows._changed, ClosedMeanwhile()
-    waited_for.set()
+    monkeypatch.setattr(index, "COMMIT_SECONDS", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Event", ClosedMeanwhile)
+        rows = index.DiskIndex(tmp_path)
+    (thread,) = threads_named("lmc-disk-index")
+    rows.use(KEYS[0], 1)
     ended(thread)
-    rows.close()
+    ended(closing)
 
 
 def test_changes_are_committed_without_a_request(tmp_path, monkeypatch):
@@ -240,11 +249,21 @@ def test_what_others_have_added_and_removed_is_noticed_in_the_background(tmp_pat
 def test_nothing_is_forgotten_while_the_records_are_away(tmp_path, monkeypatch):
     """For example, because the filesystem is not mounted."""
     filled(tmp_path).close()
+    listdir, gone, listed = os.listdir, threading.Event(), []
+
+    def list_later(folder):
+        if Path(folder).parent == tmp_path / "records":
+            assert gone.wait(60)
+            listed.append(folder)
+        return listdir(folder)
+
+    monkeypatch.setattr(disk.os, "listdir", list_later)
     with closing(DiskTier(tmp_path, ROOM)) as tier:
-        settled(tier)
         (tmp_path / "records").rename(tmp_path / "away")
-        tier._compare(rows_of(tier), gently=True)
+        gone.set()
+        settled(tier)
         (tmp_path / "away").rename(tmp_path / "records")
+        assert len(listed) == disk.SHARDS
         assert tier.contains(KEYS) == [True] * len(KEYS)
         assert len(list(tier.headers())) == len(KEYS)
 

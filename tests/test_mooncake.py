@@ -36,6 +36,7 @@ from lmc.commands.cli import app
 from lmc.config.mooncake_url import parse_mooncake_url
 from lmc.config.settings import Settings
 from lmc.errors import ChunkLost, ConfigError, TierUnusable
+from lmc.keys import FORMAT
 from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
 from lmc.storage.tiers import opening
@@ -94,18 +95,23 @@ def found(tier: MooncakeTier, key) -> bool:
         return False
 
 
+def client_of(tier: MooncakeTier) -> client.MooncakeClient:
+    """What makes a tier's requests."""
+    return tier._client
+
+
 def library(tier: MooncakeTier):
     """Mooncake's own client."""
-    return tier._client._store
+    return client_of(tier)._store
 
 
-def name_of(tier: MooncakeTier, key) -> str:
+def name_of(key) -> str:
     """The name of a record in Mooncake."""
-    return tier._path(key)
+    return f"lmc/{FORMAT}/{key.hex()}"
 
 
 def buffers_in_use(tier: MooncakeTier) -> int:
-    return tier._client.buffers.in_use
+    return client_of(tier).buffers.in_use
 
 
 class TestContract(ListedContract):
@@ -114,13 +120,13 @@ class TestContract(ListedContract):
         return tier
 
     def raw_read(self, tier, key):
-        return library(tier).get(name_of(tier, key)) or None
+        return library(tier).get(name_of(key)) or None
 
     def raw_write(self, tier, key, blob):
         if not blob:
             pytest.skip("a Mooncake store has no empty objects")
-        library(tier).remove(name_of(tier, key), True)
-        assert library(tier).put(name_of(tier, key), blob) == 0
+        library(tier).remove(name_of(key), True)
+        assert library(tier).put(name_of(key), blob) == 0
 
     def test_entries_list_sizes_with_the_least_recently_used_first(self, tier):
         """Mooncake does not tell when objects were used."""
@@ -220,17 +226,28 @@ def test_parts_that_are_larger_than_a_buffer_are_read(tier):
     assert bytes(into) == bytes(stored(meta))[: 2 * meta.stored_part]
 
 
-def test_headers_that_are_longer_than_usual_are_requested_together_from_then_on(tier):
+def test_headers_that_are_longer_than_usual_are_requested_together_from_then_on(tier, monkeypatch):
     """As with tensor parallelism: a chunk has a part for each layer and rank."""
+    asked, heads = [], client.MooncakeClient.heads
+
+    def asking(self, names, size):
+        asked.append((len(names), size))
+        return heads(self, names, size)
+
+    monkeypatch.setattr(client.MooncakeClient, "heads", asking)
+    monkeypatch.setattr(tier, "_head_bytes", mooncake_tier.HEAD_BYTES)  # and as before for other tests afterwards
     for key in (K0, K1):
         meta = meta_of(key, 300, 4096)
         assert tier.write(meta, [stored(meta)]) is Written.STORED
     assert read(tier, K0) == bytes(stored(meta_of(K0, 300, 4096)))
-    assert mooncake_tier.HEAD_BYTES < tier._head_bytes <= client.BUFFER_BYTES // mooncake_tier.HEADS
+    assert asked[0] == (1, mooncake_tier.HEAD_BYTES)
+    asked.clear()
     tier.announce([K0, K1])
     assert read(tier, K1) == bytes(stored(meta_of(K1, 300, 4096)))
+    ((names, size),) = asked
+    assert names == 2
+    assert mooncake_tier.HEAD_BYTES < size <= client.BUFFER_BYTES // mooncake_tier.HEADS
     eventually(lambda: buffers_in_use(tier) == 0)
-    tier._head_bytes = mooncake_tier.HEAD_BYTES
 
 
 def test_threads_read_at_once_and_give_all_buffers_back(tier, monkeypatch):
@@ -341,6 +358,14 @@ def test_memory_of_failed_calls_has_a_bound(monkeypatch):
         buffers.take(NETWORK, 100)
 
 
+class Connected(client.MooncakeClient):
+    """A client over a library that is set up."""
+
+    def __init__(self, library, deadline: float) -> None:
+        super().__init__(parse_mooncake_url("mooncake://127.0.0.1:1"), deadline)
+        self._store = library
+
+
 def test_a_client_does_not_sign_off_while_a_question_is_in_flight(monkeypatch):
     """Mooncake's client may end the process if it is closed during a call, also one that was given up."""
     monkeypatch.setattr(client, "STOP_SECONDS", 0.1)
@@ -352,8 +377,7 @@ def test_a_client_does_not_sign_off_while_a_question_is_in_flight(monkeypatch):
         return [0]
 
     for waits in (True, False):
-        one = client.MooncakeClient(parse_mooncake_url("mooncake://127.0.0.1:1"), 0.01)
-        one._store = SimpleNamespace(batch_is_exist=exist, close=lambda waits=waits: closed.append(waits))
+        one = Connected(SimpleNamespace(batch_is_exist=exist, close=lambda waits=waits: closed.append(waits)), 0.01)
         if not waits:
             answers.set()
         with suppress(TimeoutError):
@@ -442,7 +466,7 @@ def test_a_negative_code_is_an_error_and_no_hit(shared, monkeypatch, code):
             answers = {"batch_is_exist": [code], "register_buffer": 0}
             return lambda *_: answers.get(name, code)
 
-    monkeypatch.setattr(tier._client, "_store", Lying())
+    monkeypatch.setattr(client_of(tier), "_store", Lying())
     with pytest.raises(OSError, match=f"error {code}"):
         tier.contains([K0])
     with pytest.raises(OSError, match=f"error {code}"):
@@ -450,7 +474,7 @@ def test_a_negative_code_is_an_error_and_no_hit(shared, monkeypatch, code):
     with pytest.raises(OSError, match=f"error {code}"):
         tier.write(meta_of(K1), [stored(meta_of(K1))])
     with pytest.raises(OSError, match=f"error {code}"):
-        tier._client.size("a name")
+        client_of(tier).size("a name")
     tier.close()
 
 
@@ -474,7 +498,7 @@ def test_a_damaged_record_is_a_miss_for_the_store(tier):
     put(store, K0)
     store.flush()
     lose(store, K0)
-    name = name_of(tier, K0)
+    name = name_of(K0)
     blob = bytearray(library(tier).get(name))
     blob[5000] ^= 1
     library(tier).remove(name, True)

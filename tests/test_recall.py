@@ -14,7 +14,8 @@ from lmc.engine.recall import Recall
 from lmc.keys import RecordKind
 from lmc.shapes import GIB
 from lmc.storage.contract import StoredChunk
-from lmc.storage.tiers.disk import DiskTier, tier
+from lmc.storage.tiers.disk import tier
+from lmc.storage.tiers.disk.reader import DiskReader
 
 
 class Listing:
@@ -102,14 +103,14 @@ def test_a_disk_serves_what_it_has_found_while_it_reads_the_rest(tmp_path, monke
     documents = [learn(engine, document) for document in (A, B)]
     engine.close()
     (tmp_path / "disk" / "index.sqlite").unlink()
-    goes_on, adopt = threading.Event(), DiskTier._adopt
+    goes_on = threading.Event()
 
-    def waits_at_first(self, rows, key, used):
+    def waits_at_first(path, key, *more):
         if key == documents[1].keys[-1]:
             goes_on.wait()
-        adopt(self, rows, key, used)
+        return DiskReader(path, key, *more)
 
-    monkeypatch.setattr(DiskTier, "_adopt", waits_at_first)
+    monkeypatch.setattr(tier, "DiskReader", waits_at_first)
     monkeypatch.setattr(tier, "START_SECONDS", 0.2)
     again = engine_of(tmp_path)
     assert again.store.lookup(documents[0].keys) == ["disk", "disk"]

@@ -631,12 +631,14 @@ def test_connections_that_were_cut_while_nobody_used_them_are_not_even_a_failure
 
 def test_a_server_that_has_left_the_cluster_gives_its_connections_back(redis):
     """Threads kept theirs, and a pool has only so many for whoever comes back under the same name."""
-    pool = redis_py.ConnectionPool(host=redis.host, port=redis.port)
+    pool = redis_py.ConnectionPool(host=redis.host, port=redis.port, max_connections=1)
     server = Server("a node", pool, DEADLINE, lambda connection: None)
     with server.connection() as connection:
         assert connection.call("PING") == b"PONG"
+    with pytest.raises(redis_py.ConnectionError, match="Too many connections"):
+        pool.get_connection()
     server.retire()
-    assert not pool._in_use_connections
+    pool.release(pool.get_connection())
     with pytest.raises(OSError, match="away"), server.connection():
         pass
 

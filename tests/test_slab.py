@@ -90,15 +90,20 @@ def test_a_slot_is_copied_whole_from_another_slab_and_nothing_else():
     assert not other.slot(S1).any()
 
 
+def keep_busy() -> None:
+    """The model works on its stream for about a second."""
+    torch.cuda._sleep(1 << 30)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="streams are a GPU's")
 def test_a_copy_from_or_to_a_gpu_waits_for_what_was_issued_into_its_slots():
     one, host = Slab(2, 2, 1 << 20, "cuda"), Slab(1, 2, 1 << 20)
-    torch.cuda._sleep(1 << 30)  # the model is busy for about a second
+    keep_busy()
     one.slot(S1).fill_(7)
     one.seal(S1, 1 << 20)
     host.copy_from(S0, one, S1)
     assert bool((host.slot(S0) == 7).all())
-    torch.cuda._sleep(1 << 30)
+    keep_busy()
     one.slot(S0).fill_(1)
     one.written(S0)  # and given up
     one.copy_from(S0, host, S0)

@@ -40,15 +40,19 @@ def settings(url: str, directory: Path | None = None, **changes: object) -> Sett
     return Settings(**values, remote_url=url, local_disk=directory)  # type: ignore[arg-type]
 
 
-def served(url: str, salt: str, directory: Path | None = None) -> CachedModel:
-    return CachedModel(random_model(), settings(url, directory), SEPARATOR, cache_salt=salt)
+class Served(CachedModel):
+    """The model of one tenant."""
+
+    def __init__(self, given: Settings, salt: str) -> None:
+        super().__init__(random_model(), given, SEPARATOR, cache_salt=salt)
+        self.salt = salt
 
 
-def salt_of(cached: CachedModel) -> str:
-    return cached._salt
+def served(url: str, salt: str, directory: Path | None = None) -> Served:
+    return Served(settings(url, directory), salt)
 
 
-def use(cached: CachedModel) -> None:
+def use(cached: Served) -> None:
     """Documents are learned, a prompt is blended, and another is stored as exact."""
     for document in DOCUMENTS:
         cached.learn(document)
@@ -56,20 +60,20 @@ def use(cached: CachedModel) -> None:
     cached.prefill(PROMPT, "exact")
 
 
-def finds(cached: CachedModel) -> list[str]:
+def finds(cached: Served) -> list[str]:
     """What there is of the tokens that every tenant here uses, whole or in part."""
     engine = cached.engine
     found = [f"document {i}" for i, tokens in enumerate(DOCUMENTS) if cached.knows(tokens)]
     asked = [key for keys in keys_of(cached, (*DOCUMENTS, SYSTEM, PROMPT)) for key in keys]
     found += [place for place in engine.store.lookup(asked) if place is not None]
     whole = Match(prompt=len(PROMPT), exact_stop=len(PROMPT))
-    prefix = engine.look(whole, engine.token_chain(PROMPT, salt_of(cached))).exact
+    prefix = engine.look(whole, engine.token_chain(PROMPT, cached.salt)).exact
     return found + ["prefix"] * bool(prefix)
 
 
-def keys_of(cached: CachedModel, texts: Iterable[list[int]]) -> list[set[ChunkKey]]:
+def keys_of(cached: Served, texts: Iterable[list[int]]) -> list[set[ChunkKey]]:
     """All keys that this tenant's chunks of these tokens have: as documents, and as prefixes."""
-    engine, found, salt = cached.engine, [set(), set()], salt_of(cached)
+    engine, found, salt = cached.engine, [set(), set()], cached.salt
     for tokens in texts:
         found[0].update(engine.document_keys(tokens, engine.namespace(RecordKind.DOCUMENT, salt)))
         found[1].update(exact_keys(engine.namespace(RecordKind.PREFIX, salt), tokens, engine.chunk_size))
@@ -153,7 +157,7 @@ def test_installations_with_prefixes_of_their_own_share_a_redis_and_no_chunk(red
     found = []
     for prefix in ("one", "two", "one"):
         own = settings(redis.tcp_url(), remote_prefix=prefix, remote_ttl=100)
-        with CachedModel(random_model(), own, SEPARATOR) as cached:
+        with Served(own, "") as cached:
             found.append(bool(finds(cached)))
             use(cached)
     assert found == [False, False, True]

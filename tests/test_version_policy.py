@@ -68,7 +68,7 @@ class Factory:
     """As vLLM's: names of connectors, and what imports their classes."""
 
     def __init__(self):
-        self._registry = {}
+        self._registry = self.registered = {}
 
     def register_connector(self, name, module, class_name):
         self._registry[name] = module, class_name
@@ -179,7 +179,7 @@ def test_the_plugin_registers_the_connector_also_where_lmc_cannot_work(install, 
     install("0.40.0", KVConnectorFactory=factory)
     register()
     register()
-    assert factory._registry == {"LMCConnector": ("lmc.connectors.vllm.entry", "LMCConnector")}
+    assert factory.registered == {"LMCConnector": ("lmc.connectors.vllm.entry", "LMCConnector")}
     assert logged()[0][0] == "WARNING"
     assert "WorkerWrapperBase" in logged()[0][1]
 

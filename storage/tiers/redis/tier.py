@@ -67,12 +67,12 @@ class RedisTier:
         self._pause = WritePause()
         self._prompt = deadline * PROMPTLY
         self._thread = threading.local()  # `headers`: the headers that a thread has fetched and not used yet
-        self._servers = Servers(remote, deadline, self._greet, self._prefix + b":format")
+        self.servers = Servers(remote, deadline, self._greet, self._prefix + b":format")
 
     @property
     def usable(self) -> bool:
         """Whether any server responds. While none does, every lookup is a miss without waiting."""
-        return self._servers.usable
+        return self.servers.usable
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Check keys with one batch of commands per server. Keys on a server that does not respond are missing."""
@@ -92,14 +92,14 @@ class RedisTier:
 
     def open(self, key: ChunkKey) -> RedisReader | None:
         """Open a record. Redis counts this as a use."""
-        server = self._servers.of(self._header(key))
+        server = self.servers.of(self._header(key))
         with removed_if_corrupt(self.discard, key):
             return self._open(server, key) if server is not None else None
 
     def write(self, meta: RecordMeta, parts: Sequence[memoryview]) -> Written:
         """Write the values under temporary names, then rename them and add the header in one step."""
         header, total = self._header(meta.key), meta.offset(meta.parts)
-        server = self._servers.of(header)
+        server = self.servers.of(header)
         if server is None or self._pause.lasts or total > VALUES_LIMIT * LARGEST:
             return Written.REFUSED
         sizes = value_sizes(total)
@@ -119,7 +119,7 @@ class RedisTier:
     def delete(self, key: ChunkKey) -> bool:
         """Remove a record's header and values with one command."""
         header, total = self._header(key), VALUES_LIMIT * LARGEST
-        server = self._servers.of(header)
+        server = self.servers.of(header)
         if server is None:
             raise OSError(f"{self.name} does not respond: a record stays")
         with server.connection() as connection, contextlib.suppress(CorruptRecord, TooLong):
@@ -142,7 +142,7 @@ class RedisTier:
     def entries(self) -> Iterator[Entry]:
         """Return the records on the servers that respond, least recently used first. Redis counts whole seconds."""
         found: dict[ChunkKey, Entry] = {}
-        for server in self._servers.all():
+        for server in self.servers.all():
             for names in self._names(server) if server.usable else []:
                 headers = {_key(name): name[0] for name in names if not name["value"] and _key(name) not in found}
                 now = time.time()
@@ -160,7 +160,7 @@ class RedisTier:
     def check(self, fix: bool = False) -> list[Finding]:
         """Read and verify every record, and find values that have lost their header. With `fix`, remove these."""
         findings = []
-        for server in self._servers.all():
+        for server in self.servers.all():
             ours = {name[0]: name for names in self._names(server) for name in names}
             for _, name in sorted(ours.items()):
                 problem = self._astray(server, name) if name["value"] else self._problem(server, _key(name))
@@ -174,7 +174,7 @@ class RedisTier:
 
     def close(self) -> None:
         """Close all connections. Calls that wait on a connection fail."""
-        self._servers.close()
+        self.servers.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class RedisTier:
         answers: dict[ChunkKey, Answer] = {}
         asked: dict[Server, list[ChunkKey]] = defaultdict(list)
         for key in keys:
-            server = self._servers.of(self._header(key))
+            server = self.servers.of(self._header(key))
             if server is not None:
                 asked[server].append(key)
         silent: OSError | None = None
