@@ -627,20 +627,26 @@ def test_a_store_that_is_closed_while_it_attaches_again_keeps_no_lease(tmp_path,
     with serving(tmp_path, 4) as server:
         store = attached(server)
     eventually(lambda: store.attachment is None)
-    attach, reached, gate = store._attach, threading.Event(), threading.Event()
+    attach, reached, gate = remote_store.Attachment.open, threading.Event(), threading.Event()
+    held, closes = store.held, threading.Event()
 
-    def attach_slowly():
-        at = attach()
+    def attach_slowly(*given, **named):
+        at = attach(*given, **named)
         reached.set()
         gate.wait(60)
         return at
 
-    monkeypatch.setattr(store, "_attach", attach_slowly)
+    def held_at_the_end():
+        closes.set()
+        return held()
+
+    monkeypatch.setattr(remote_store.Attachment, "open", attach_slowly)
+    monkeypatch.setattr(store, "held", held_at_the_end)
     with serving(tmp_path, 4) as server:
         assert reached.wait(60)
         closing_it = threading.Thread(target=store.close)
         closing_it.start()
-        store._ended.wait(60)
+        assert closes.wait(60)
         time.sleep(0.2)  # It waits for the thread that attaches.
         gate.set()
         closing_it.join(60)
@@ -792,8 +798,9 @@ def raw(server):
     return connection
 
 
-def greeted(server):
-    channel = Channel(raw(server))
+def greeted(server, connection=None):
+    """The channel of a client that has attached, over a connection that may be given."""
+    channel = Channel(connection or raw(server))
     channel.send(msgspec.msgpack.encode(Hello(PROTOCOL, "test")))
     channel.receive()
     channel.send(msgspec.msgpack.encode(Attach(SIZES)))
@@ -832,12 +839,12 @@ def test_a_client_cannot_give_back_what_another_one_holds(attach, connect, quest
 def test_one_of_several_clients_leaves_some_slots_to_the_others(tmp_path):
     with serving(tmp_path, 16) as server:
         greedy = attached(server)
-        greedy.begin([meta_of(key_of(i)) for i in range(14)])
+        begun = greedy.begin([meta_of(key_of(i)) for i in range(14)])
         for i in (14, 15):  # Memory for the last slots may be being taken ahead.
             eventually(lambda key=i: greedy.begin([meta_of(key_of(key))])[0])
         other = attached(server)
-        for slot in list(greedy._held)[:8]:
-            greedy.abort(SimpleNamespace(lease=slot))
+        for reservation in begun[:8]:
+            greedy.abort(reservation)
         slots = greedy.begin([meta_of(key_of(i)) for i in range(20, 40)])
         assert sum(slot is not None for slot in slots) == 4, "with the eight that it has three quarters"
         assert other.begin([meta_of(key_of(i)) for i in range(50, 53)]) != [None] * 3
@@ -931,12 +938,10 @@ BROKEN = {
 def test_a_client_that_sends_nonsense_is_closed_and_nobody_else_notices(server, attach, sent, when):
     store = attach()
     put(store, K0)
+    connection = raw(server)
     if when == "later":
-        channel = greeted(server)
-        connection = channel._socket
+        greeted(server, connection)
         connection.settimeout(30)
-    else:
-        connection = raw(server)
     connection.sendall(sent)
     connection.shutdown(socket.SHUT_WR)
     with suppress(ConnectionResetError):
@@ -1091,36 +1096,35 @@ def test_counts_only_grow_when_another_server_answers(tmp_path):
 
 
 def test_a_server_goes_on_when_a_connection_cannot_be_accepted(server, attach, monkeypatch):
-    accept, fails = server._listener.accept, iter([True])
+    accept, fails, failed = socket.socket.accept, iter([True]), []
 
-    class Listener:
-        def accept(self):
-            if next(fails, False):
-                raise OSError(24, "Too many open files")
-            return accept()
+    def accept_later(listener):
+        if listener.getsockname() == str(server.path) and next(fails, False):
+            failed.append(listener)
+            raise OSError(24, "Too many open files")
+        return accept(listener)
 
-        def __getattr__(self, name):
-            return getattr(listener, name)
-
-    listener = server._listener
-    monkeypatch.setattr(server, "_listener", Listener())
+    monkeypatch.setattr(socket.socket, "accept", accept_later)
     for _ in range(2):
         assert put(attach(), key_of(random.randrange(1 << 30)))
+    assert failed
 
 
-def test_a_connection_whose_process_cannot_be_told_is_closed(server, monkeypatch):
+def test_a_connection_whose_process_cannot_be_told_is_closed(server, attach, monkeypatch):
     """It stayed open until it was collected as garbage."""
-    ours, theirs = socket.socketpair()
-    channel = Channel(ours)
+    kept = []  # so that nothing is collected
 
-    def gone():
+    def gone(channel):
+        kept.append(channel)
         raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
 
-    monkeypatch.setattr(channel, "peer", gone)
-    with theirs, pytest.raises(OSError, match="not connected"):
-        server._admit(channel)
-    assert ours.fileno() == -1
-    assert not server._sessions
+    with monkeypatch.context() as patch:
+        patch.setattr(Channel, "peer", gone)
+        with raw(server) as connection:
+            assert connection.recv(1) == b""
+        assert len(kept) == 1
+    monkeypatch.setattr(servers, "MAX_SESSIONS", 2)  # those of one client
+    attach()
 
 
 @pytest.mark.parametrize(

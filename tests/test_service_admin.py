@@ -35,6 +35,7 @@ from vllm_fakes import learn as learn_in
 import lmc.demo as lmc_demo
 from lmc.connectors.vllm.scheduler.admin import Administration, serve_if_wanted
 from lmc.documents.admin import DocumentAdmin
+from lmc.documents.keeper import PinnedShare
 from lmc.documents.kept import FILE
 from lmc.documents.known import pack_tokens
 from lmc.errors import ConfigError, InputError
@@ -42,7 +43,7 @@ from lmc.http import server as http_server
 from lmc.http import timeouts
 from lmc.http.client import Unreachable, admin_client
 from lmc.keys import RecordKind, tenant_of, tokens_digest
-from lmc.server import http_api
+from lmc.server import arenas, http_api
 from lmc.server.client import remote_store
 from lmc.server.events import Events
 from lmc.server.http_api import application
@@ -444,13 +445,18 @@ def test_a_document_that_two_arenas_could_have_is_listed_once_and_removed_from_m
         assert places(engine, A) == [None] * 2
 
 
-def test_a_document_that_is_given_twice_takes_its_room_once(service):
-    engine = service.engine()
-    document = learn(engine, A)
-    engine.keeper.pin([document, document])
-    engine.keeper.unpin([document, document])
-    keeper = arena_for(service.server, engine.store).keeper
-    assert (keeper._share._taken, dict(keeper._pins)) == (0, {})
+def test_a_document_that_is_given_twice_takes_its_room_once(tmp_path, monkeypatch):
+    share = PinnedShare()
+    monkeypatch.setattr(arenas, "PinnedShare", lambda: share)
+    with administered(tmp_path) as service:
+        engine = service.engine()
+        document = learn(engine, A)
+        engine.keeper.pin([document, document])
+        keeper = arena_for(service.server, engine.store).keeper
+        assert share.take(0.0) > 0
+        assert keeper.pinned_chunks == len(document.keys)
+        engine.keeper.unpin([document, document])
+        assert (share.take(0.0), keeper.pinned_chunks) == (0, 0)
 
 
 def test_an_odd_label_is_no_document_and_a_long_one_is_not_stored(service):
@@ -1018,7 +1024,7 @@ def test_a_prompt_is_explained_by_an_engine_of_its_model(service):
     address, token = f"127.0.0.1:{free_port()}", "of the engine, which the server does not know"
     server = {"server": service.server.path, "admin": address, "admin_token": token}
     lab = Lab(settings={**server, "load_policy": "always"})
-    stop = serve_if_wanted(Administration(lab.scheduler._setup, lab.scheduler.recent), 0)
+    stop = serve_if_wanted(Administration(lab.setup, lab.scheduler.recent), 0)
     try:
         learn_in(lab, DOC_A)
         eventually(lambda: any(one["admin"] for one in service.ask("/v1/clients")["clients"]))
@@ -1083,10 +1089,10 @@ class Listener:
 
 def introduce(engine, admin, token="of-the-client"):
     """Name an address for explanations as a client of another make might, which checks nothing."""
-    store = engine.store
-    store._introduction = msgspec.structs.replace(store._introduction, admin=admin, explain_token=token)
-    store._send(store._introduction)
-    store.held()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote_store, "is_local_url", lambda address: True)
+        engine.store.administered_at(admin, token)
+    engine.store.held()
 
 
 def test_a_client_of_the_socket_does_not_get_the_operator_s_token(service, monkeypatch):

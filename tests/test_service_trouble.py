@@ -13,13 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
 import pytest
-from service_fakes import SIZES, Child, arena_of, attached, eventually, filled, put, serving
+from service_fakes import SIZES, Child, attached, eventually, filled, put, serving
 from storage_fakes import NAMESPACE, PART_BYTES, PARTS, DictTier, ended, key_of, meta_of, stored, threads_named
 from test_cli import lmc
 
 from lmc.config.settings import Settings
+from lmc.documents.keeper import PinnedShare
 from lmc.errors import StorageError, TierUnusable
 from lmc.server import arenas, lifelines, own_files
+from lmc.server.arena import ArenaBacking
 from lmc.server.http_api import MAX_SUBSCRIBERS, application
 from lmc.server.journal import Journal
 from lmc.server.messages import Described, Keep
@@ -74,20 +76,20 @@ def test_chunks_that_have_memory_are_given_up_when_memory_for_the_others_fails()
     store.close()
 
 
-def test_loads_that_fail_do_not_hold_up_those_behind_them(tmp_path):
+def test_loads_that_fail_do_not_hold_up_those_behind_them(tmp_path, monkeypatch):
     tier, keys = DictTier(), [key_of(number) for number in range(600)]
     for key in keys:
         tier.write(meta_of(key), [stored(meta_of(key))])
     with serving(tmp_path, 4096, [tier]) as server:
-        store, backing = attached(server), arena_of(server)._backing
-        real, failures = backing.allocate, [1, 1]
+        store = attached(server)
+        real, failures = ArenaBacking.allocate, [1, 1]
 
-        def allocate(slots):
+        def allocate(backing, slots):
             if failures and threading.current_thread().name.startswith("lmc-load"):
                 raise RuntimeError(f"can't start new thread {failures.pop()}")
-            return real(slots)
+            return real(backing, slots)
 
-        backing.allocate = allocate
+        monkeypatch.setattr(ArenaBacking, "allocate", allocate)
         pins = store.pin(keys)
         eventually(lambda: all(store.state(pin) is not PinState.COMING for pin in pins))
         states = Counter(store.state(pin) for pin in pins)
@@ -133,7 +135,7 @@ def test_a_lease_ends_although_there_are_too_many_open_files_for_a_moment(tmp_pa
         two.close()
 
 
-def test_memory_moves_on_when_an_arena_is_being_closed_or_fails(tmp_path, monkeypatch):
+def test_memory_moves_on_when_an_arena_is_being_closed_or_fails(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(arenas, "MAX_ARENAS", 2)
     with serving(tmp_path, 12) as server:
         first = attached(server)
@@ -158,10 +160,14 @@ def test_memory_moves_on_when_an_arena_is_being_closed_or_fails(tmp_path, monkey
         go.set()
         thread.join(60)
         (other,) = (one for one in server.arenas.all() if one.layout == OTHER)
-        monkeypatch.setattr(other.store, "shrink", lambda slots: refused(errno.EIO))
-        assert server.arenas._shrunk(OTHER, 1) == 0
+        filled(second, [key_of(number) for number in range(12)])
+        with monkeypatch.context() as patch:
+            patch.setattr(other.store, "shrink", lambda slots: refused(errno.EIO))
+            assert not all(put(*third, key_of(number)) for number in range(12)), "the other arena has the memory"
+            eventually(lambda: "reclaiming memory from a chunk layout failed" in caplog.text)
         assert threads_named("lmc-memory")
         assert min(server.arenas.budget.taken.values()) >= 0
+        eventually(lambda: all(put(*third, key_of(number)) for number in range(20, 23)))
         for one in (second, *third):
             one.close()
 
@@ -169,18 +175,24 @@ def test_memory_moves_on_when_an_arena_is_being_closed_or_fails(tmp_path, monkey
 def test_a_server_that_is_closed_while_memory_moves_ends(tmp_path):
     """The thread that moves memory cleared the event with which the close had just woken it, and waited for ever."""
     with serving(tmp_path, 12) as server:
-        every, (thread,) = server.arenas, threads_named("lmc-memory")
+        budget, (thread,) = server.arenas.budget, threads_named("lmc-memory")
+        closing, woken = threading.Thread(target=server.close), threading.Event()
 
         class ClosedMeanwhile(threading.Event):
+            def set(self):
+                super().set()
+                woken.set()
+
             def clear(self):
-                every._closed = True
-                self.set()
+                closing.start()
+                assert woken.wait(60)
                 super().clear()
 
-        waited_for, every.budget.refused = every.budget.refused, ClosedMeanwhile()
-        every.budget.refused.set()
+        waited_for, budget.refused = budget.refused, ClosedMeanwhile()
+        threading.Event.set(budget.refused)
         waited_for.set()
         ended(thread)
+        ended(closing)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -239,18 +251,19 @@ def test_a_server_that_ends_opens_no_arena(tmp_path):
 
 
 def test_pins_of_an_arena_that_was_closed_take_no_room(tmp_path, monkeypatch):
+    share = PinnedShare()
     monkeypatch.setattr(arenas, "MAX_ARENAS", 1)
+    monkeypatch.setattr(arenas, "PinnedShare", lambda: share)
     with serving(tmp_path, 16, document_share=0.5) as server:
         one = attached(server)
         keys = filled(one, [key_of(number) for number in range(3)])
         document = Described(NAMESPACE, array("I", range(3)).tobytes(), keys, "doc", "m", "")
         one.ask_slowly(Keep([document], "pin"), None)
-        pinned = server.arenas._pinned
-        assert pinned._taken > 0
+        assert share.take(0.0) > 0
         one.close()
         eventually(lambda: not server.arenas.budget.users(SIZES))
         attached(server, OTHER).close()
-        assert pinned._taken == pytest.approx(0)
+        assert share.take(0.0) == pytest.approx(0)
 
 
 def test_the_journal_does_not_take_memory_that_was_given_back(tmp_path):

@@ -18,7 +18,8 @@ from lmc.documents import learn_queue
 from lmc.documents.known import KnownDocuments
 from lmc.documents.learn_queue import LearnQueue, Unlearned
 from lmc.documents.server import LearningEngine
-from lmc.engine import CacheEngine
+from lmc.engine import CacheEngine, cache_engine
+from lmc.engine.recall import Recall
 from lmc.keys import RecordKind
 from lmc.server import document_changes, messages
 from lmc.server.client import remote_store
@@ -319,15 +320,18 @@ def test_a_document_that_is_removed_at_the_server_hides_no_other_one_in_any_engi
 @contextmanager
 def reading_engine(server):
     """An engine that has got the first record of what is stored, and reads on when the event is set."""
-    got, goes_on, take = threading.Event(), threading.Event(), CacheEngine._take
+    got, goes_on = threading.Event(), threading.Event()
 
-    def take_late(self, chunk):
-        got.set()
-        assert goes_on.wait(30)
-        take(self, chunk)
+    def late(chunks, take, *more):
+        def take_late(chunk):
+            got.set()
+            assert goes_on.wait(30)
+            take(chunk)
+
+        return Recall(chunks, take_late, *more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CacheEngine, "_take", take_late)
+        patch.setattr(cache_engine, "Recall", late)
         with engine(server) as model:
             assert got.wait(30)
             yield model, goes_on
