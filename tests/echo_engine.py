@@ -75,14 +75,15 @@ class EchoEngine:
                 return
             usage = wish.get("usage", {"prompt_tokens": len(body) // 4})
             if asked.get("stream"):
-                await self._stream(wish, usage, send, leaving)
+                await self.stream(wish, usage, send, leaving)
             else:
                 found = {"id": wish.get("id", "cmpl-1"), "echo": body.decode("latin-1"), "usage": usage}
                 await respond(send, 200, json.dumps(found).encode())
         finally:
             leaving.cancel()
 
-    async def _stream(self, wish: Mapping[str, Any], usage: object, send: Any, leaving: "asyncio.Task[Any]") -> None:
+    async def stream(self, wish: Mapping[str, Any], usage: object, send: Any, leaving: "asyncio.Task[Any]") -> None:
+        """Answer in parts."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         for number in range(wish.get("parts", PARTS)):

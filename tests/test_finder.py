@@ -1,6 +1,8 @@
 """Known documents are found wherever they stand, and nothing that was not compared is ever found."""
 
+import gc
 import random
+import weakref
 from array import array
 from dataclasses import dataclass
 
@@ -262,15 +264,17 @@ def test_tenants_without_documents_take_no_memory(monkeypatch):
     class Counted(DocumentFinder):
         def __init__(self, used):
             super().__init__(used)
-            made.append(self)
+            made.append(weakref.ref(self))
 
     monkeypatch.setattr("lmc.documents.known.DocumentFinder", Counted)
     known, tokens = KnownDocuments(finds=True), list(range(100))
     known.note(b"has one", tokens, document_keys(b"has one", tokens, 256))
     assert [len(known.find(namespace, tokens, 64)) for namespace in (b"a", b"b", b"has one", b"c")] == [0, 0, 1, 0]
     assert len(made) == 1
+    assert made[0]() is not None
     known.remove(known.list(), "by a user")
-    assert not known._finders
+    gc.collect()
+    assert made[0]() is None
 
 
 def test_versions_without_blocks_of_their_own_are_removed_and_their_places_used_again():

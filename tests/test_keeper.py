@@ -378,12 +378,14 @@ def test_the_thread_looks_once_a_minute_for_what_a_shared_tier_has_dropped(monke
 
 def test_a_pinned_document_that_is_nowhere_is_computed_again(tmp_path):
     with closing(engine_of(tmp_path)) as engine:
+        engine.keeper.pin([learn(engine, C, "somebody whom the next one never meets")])
+    with closing(engine_of(tmp_path)) as engine:
         engine.documents([1], [], "tenant")
-        for document in (learn(engine, A), learn(engine, B, "tenant"), learn(engine, C, "somebody whom it never met")):
+        for document in (learn(engine, A), learn(engine, B, "tenant"), known(engine, C)):
             engine.keeper.pin([document])
             for key in document.keys:
                 engine.store.forget(key)
-        del engine.names._salts[engine.namespace(RecordKind.DOCUMENT, "somebody whom it never met")]
+        assert len([one for one in engine.known.list() if one.pinned]) == 3
         engine.keeper.restore()
         assert [list(one.tokens) for one in engine.learning] == [A, B]
         engine.begin_anew()

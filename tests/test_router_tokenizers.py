@@ -151,14 +151,16 @@ def test_a_process_that_has_much_to_do_is_not_replaced(built, monkeypatch):
     tokenizers, process = ready(built)
     monkeypatch.setattr(local_tokenizers, "PROMPT_SECONDS", 0.5)
 
+    turns = tokenizers._turns
+
     async def take_turn():
-        await tokenizers._turns.acquire()
+        await turns.acquire()
 
     built.router.call(take_turn())  # as another prompt has it
     try:
         assert built.ask(ASK, {"model": "echo", "prompt": PROMPT})[0] == 200
     finally:
-        built.router.loop.call_soon_threadsafe(tokenizers._turns.release)
+        built.router.loop.call_soon_threadsafe(turns.release)
     assert "echo" in tokenizers
     assert process.is_alive()
     monkeypatch.setattr(local_tokenizers, "PROMPT_SECONDS", 5.0)

@@ -14,6 +14,7 @@ from storage_fakes import eventually
 
 from lmc.blend.markers import Markers
 from lmc.http import timeouts
+from lmc.keys import tokens_digest
 from lmc.router import discovery, document_tokens
 from lmc.router import watch as watching
 from lmc.router.application import Router
@@ -188,7 +189,8 @@ def test_an_answer_that_ends_after_its_engine_has_gone_leaves_nothing():
     policy.sent(request, URL)
     policy.forget(URL)
     policy.answered(request, choice._replace(assumed_tokens=10.0, assumed_beginning=10.0), Usage(1000, 500, None, {}))
-    assert not policy.index._caches
+    assert policy.index.sizes(URL) == {}
+    assert len(policy.index) == 0
 
 
 def test_a_lookup_in_kubernetes_that_is_not_answered_is_asked_again(tmp_path, monkeypatch):
@@ -249,7 +251,7 @@ def test_a_client_that_does_not_read_loses_its_place(monkeypatch):
     head = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     with house(1, max_requests=1) as built:
         (echo,) = built.echoes
-        echo._stream = without_end
+        echo.stream = without_end
         stalled = socket.create_connection(("127.0.0.1", built.router.port))
         try:
             stalled.sendall(head % (ASK.encode(), len(body)) + body)
@@ -267,44 +269,55 @@ def test_a_client_that_does_not_read_loses_its_place(monkeypatch):
 # -- documents that wait for their tokens ----------------------------------------------------------------------------
 
 
-def waiting_for_tokens(markers: dict[str, Markers], special: list[str]) -> DocumentTokens:
-    async def never(*_):
-        await asyncio.Event().wait()
+def waiting_for_tokens(markers: dict[str, Markers], special: list[str]) -> tuple[DocumentTokens, list[str]]:
+    """The tokens of documents, and the texts that were tokenized: each has the tokens `[1, 2, 3]`."""
+    asked = []
 
-    return DocumentTokens(never, markers, lambda _: special[0])
+    async def tokenize(_, body):
+        asked.append(body["prompt"].split(special[0].strip())[1])
+        return [*markers["m"].separators[0], 1, 2, 3, *markers["m"].separators[0]]
+
+    return DocumentTokens(tokenize, markers, lambda _: special[0]), asked
 
 
-def waiting(known):
-    return known._waiting
+def look_up(known: DocumentTokens) -> None:
+    """Request the tokens of all documents that wait for them."""
+
+    async def run():
+        running = asyncio.create_task(known.run())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        running.cancel()
+
+    asyncio.run(run())
 
 
 def test_documents_that_wait_for_their_tokens_take_a_bounded_amount_of_memory(monkeypatch):
     monkeypatch.setattr(document_tokens, "MAX_QUEUED_CHARACTERS", 1000)
-    known = waiting_for_tokens({"m": Markers(separators=((9,),))}, [" # # "])
+    known, asked = waiting_for_tokens({"m": Markers(separators=((9,),))}, [" # # "])
     for number in range(50):
         assert known.find("m", f"{number:0100d}") is None
         assert known.find("m", f"{number:0100d}") is None, "it waits already"
-    assert len(waiting(known)) == 10
     monkeypatch.setattr(document_tokens, "MAX_QUEUED_CHARACTERS", 1 << 20)
     for number in range(500):
         known.find("m", f"{number:0100d}", "greedy")
-    assert len(waiting(known)) == 110
     known.find("m", "a text", "modest")
-    assert len(waiting(known)) == 111
     monkeypatch.setattr(document_tokens, "MAX_CHARACTERS", 10)
     known.find("m", "more than ten letters", "another")
-    assert len(waiting(known)) == 111
+    look_up(known)
+    assert asked[:10] == [f"{number:0100d}" for number in range(10)], "as many as have room"
+    assert asked[10:] == [*(f"{number:0100d}" for number in range(10, 110)), "a text"], "100 of one tenant"
 
 
 def test_the_tokens_of_documents_are_asked_for_again_when_a_model_is_cut_otherwise():
     markers, special = {"m": Markers(separators=((9,),))}, [" # # "]
-    known = waiting_for_tokens(markers, special)
+    known, _ = waiting_for_tokens(markers, special)
     known.find("m", "a text")
-    (key,) = waiting(known)
-    known._known[key] = ("digest", 3)
-    assert known.find("m", "a text") == ("digest", 3)
+    look_up(known)
+    found = tokens_digest([1, 2, 3]), 3
+    assert known.find("m", "a text") == found
     markers["m"] = Markers(separators=((9,),))
-    assert known.find("m", "a text") == ("digest", 3), "nothing has changed"
+    assert known.find("m", "a text") == found, "nothing has changed"
     markers["m"] = Markers(separators=((8, 8),))
     assert known.find("m", "a text") is None
     markers["m"], special[0] = Markers(separators=((9,),)), "<sep>"

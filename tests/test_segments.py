@@ -10,10 +10,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lmc.blend import segments
 from lmc.blend.locate import MAX_PLACES, find_texts, inner_tokens, why_missing
 from lmc.blend.markers import Markers
 from lmc.blend.segments import Span, document_tokens, join, split, without_separators
+from lmc.blend.turn_headers import longest_first, occurrences
 from lmc.commands.chat_template import with_documents
 from lmc.demo import SHIPPED
 from lmc.demo.pretrained import smollm2
@@ -182,9 +182,17 @@ def test_what_the_model_has_said_is_found_among_many_answers() -> None:
     markers = Markers(separators=((7, 7), (8,)), special=frozenset({1, 2}), answers=((1, 3),), messages=((1,), (2,)))
     for _ in range(300):
         tokens = [dice.choice([1, 2, 3, 4, 7, 7, 8]) for _ in range(dice.randrange(40))]
-        answers = segments._answers(len(tokens), segments._headers(tokens, markers), markers.answers)
+        answers, begun = [], None
+        for at, header in occurrences(tokens, longest_first([*markers.answers, *markers.messages])):
+            if header in markers.answers:
+                begun = at + len(header) if begun is None else begun
+            elif begun is not None:
+                answers.append(range(begun, at))
+                begun = None
+        answers += [] if begun is None else [range(begun, len(tokens))]
         found = split(tokens, markers)
-        cuts = [one for one in segments._find(tokens, markers.separators) if not any(one.start in a for a in answers)]
+        separators = [Span(at, at + len(cut)) for at, cut in occurrences(tokens, markers.separators)]
+        cuts = [one for one in separators if not any(one.start in answer for answer in answers)]
         assert found.question.start == (cuts[-1].stop if cuts else 0)
         assert all(not any(span.start in answer for answer in answers) for span in found.documents)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,13 +18,18 @@ from service_fakes import serving
 from storage_fakes import computing, eventually, note_load, reading, tiers_of
 from tier_wrappers import Counted, Delayed
 
+from lmc.blend.kernels.choice import kernels_of
 from lmc.blend.segments import Span, join
 from lmc.blend.strategies import STRATEGIES, Evidence, RecomputePolicy, by_union
 from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
+from lmc.connectors.transformers import model as model_module
 from lmc.connectors.transformers.continuation import greedy_answer
 from lmc.connectors.transformers.hf import cache_argument, identity, prefilled, rows_of
+from lmc.connectors.transformers.layers import DecoderLayers
+from lmc.connectors.transformers.model import side_by_side
 from lmc.connectors.transformers.report import How, Report
+from lmc.copies import settle
 from lmc.engine import Match
 from lmc.errors import ConfigError, InputError, NoMemory, UnsupportedModel
 from lmc.storage import cost_model
@@ -774,12 +780,11 @@ def test_what_computing_takes_is_learned_from_what_was_computed_and_nothing_else
     assert set(rates) == {(len(SYSTEM) + len(ids)).bit_length()}, "behind the system text, as a longer prompt's tokens"
 
 
-def test_parts_of_a_plan_on_different_devices_are_joined_on_the_model_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_plan_on_different_devices_are_joined_on_the_model_s() -> None:
     """With a slab on the device, some chunks of a prefix are there already and others come from the host."""
-    with CachedModel(random_model(), settings(), SEPARATOR) as cached:
-        monkeypatch.setattr(cached.layers, "device", torch.device("meta"))
-        parts = [torch.zeros(2, 3, 2, 16), torch.zeros(2, 5, 2, 16, device="meta")]
-        keys, values = cached._side_by_side(parts)
+    shape = DecoderLayers(random_model()).shape
+    parts = [torch.zeros(2, 3, 2, 16), torch.zeros(2, 5, 2, 16, device="meta")]
+    keys, values = side_by_side(parts, shape, kernels_of(torch.device("cpu")), torch.device("meta"))
     assert (keys.shape, values.shape) == ((2, 8, 16), (2, 8, 16))
     assert keys.device.type == "meta"
 
@@ -991,7 +996,18 @@ def test_copies_to_and_from_any_gpu_are_waited_for(monkeypatch: pytest.MonkeyPat
         with closing(cached.engine.layers(document.pieces)) as layers:
             next(layers)
         assert waited == [kind]
-        monkeypatch.setattr(cached.layers, "device", device)
-        cached._elapsed(0.0)
-        assert waited == [kind] * 2
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu", "cuda", "cpu"])
+def test_a_time_is_taken_when_the_work_on_the_device_is_done(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: waited.append(device.type))
+    settle(torch.device(kind))
+    assert waited == ([] if kind == "cpu" else [kind])
+    steps: list[object] = []
+    with CachedModel(random_model(), settings(), SEPARATOR) as cached:
+        monkeypatch.setattr(model_module, "settle", steps.append)
+        monkeypatch.setattr(model_module, "time", SimpleNamespace(perf_counter=lambda: steps.append("time") or 0.0))
+        cached.prefill(prompt(0), "full")
+    assert steps[-2:] == [cached.layers.device, "time"]

@@ -25,6 +25,7 @@ from transformers import DynamicCache
 from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.canvas import KV
 from lmc.blend.kernels.choice import kernels_of
+from lmc.blend.kernels.operations import Kernels
 from lmc.blend.learn_prefix import learn_prefix
 from lmc.blend.markers import Markers
 from lmc.blend.segments import Segments, split
@@ -41,6 +42,7 @@ from lmc.engine import CacheEngine, DocumentMatch, Match, NewChunk, Plan
 from lmc.errors import ChunkLost, ConfigError, InputError, UnsupportedModel
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds
 from lmc.open_store import check_server, open_store
+from lmc.shapes import KVShape
 from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.contract import Reservation
 from lmc.storage.places import MEMORY
@@ -317,19 +319,13 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         """Prefill with the model itself: the tokens after an exact prefix, or the whole prompt."""
         loaded = Counter[str]()
         with closing(self.engine.layers(plan.exact, loaded)) as reader:
-            cache = self._cache_of([self._side_by_side(parts) for _, parts in reader])
+            shape, device = self.layers.shape, self.layers.device
+            cache = self._cache_of([side_by_side(parts, shape, self._kernels, device) for _, parts in reader])
         begun, new = time.perf_counter(), len(prompt) - plan.reach
         logits = forward(self.model, prompt[plan.reach :], cache).logits[0, -1]
         self._note_speed(new, plan.reach, begun)
         computed = (new,) * self.layers.shape.layers
         return logits, cache, {"computed": computed, "loaded": dict(loaded), "exact": plan.reach}
-
-    def _side_by_side(self, parts: Sequence[KV]) -> KV:
-        """Join stored parts, on the host or on the device, to keys and values `[H, T, D]` on the device."""
-        together = self.layers.shape.empty(sum(len(keys) for keys, _ in parts), self.layers.device)
-        self._kernels.stage(parts, together)
-        keys, values = (half.transpose(0, 1) for half in together)
-        return keys, values
 
     # -- storing -----------------------------------------------------------------------------------------------------
 
@@ -402,3 +398,11 @@ class CachedModel(AbstractContextManager["CachedModel"]):
 
     def _checked(self, token_ids: Sequence[int], name: str, behind: int = 0) -> list[int]:
         return checked_tokens(token_ids, name, self.layers.positions - behind, self.layers.vocabulary)
+
+
+def side_by_side(parts: Sequence[KV], shape: KVShape, kernels: Kernels, device: torch.device) -> KV:
+    """Join stored parts `[T, H, D]`, on the host or on the device, to keys and values `[H, T, D]` on the device."""
+    together = shape.empty(sum(len(keys) for keys, _ in parts), device)
+    kernels.stage(parts, together)
+    keys, values = (half.transpose(0, 1) for half in together)
+    return keys, values
