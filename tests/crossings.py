@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lmc.connectors.vllm.worker.streams import Streams
 from lmc.copies import Copies
 
 
@@ -69,6 +70,18 @@ class Memory(NamedTuple):
     recorded: set[OneStream]
 
 
+def streams_of(crossings: "Crossings") -> Streams:
+    """A worker's streams as a GPU has them, on a device that has none."""
+    streams = Streams(crossings.device)
+    streams._cuda, streams.load, streams.save = True, crossings.load, crossings.save
+    return streams
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """What torch knows a tensor's memory by, which all views of it share."""
+    return tensor.untyped_storage()._cdata
+
+
 class Crossings:
     """Notes, while it is entered, on which stream each operation uses which memory; `found` has what was too early.
 
@@ -102,16 +115,15 @@ class Crossings:
         self.current = before
 
     def on_host(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._host
+        return memory_of(tensor) in self._host
 
     def used(self, operation: str, *given: torch.Tensor) -> None:
         """An operation is issued on the current stream."""
-        self._use(operation, [self._memory.get(one.untyped_storage()._cdata) for one in given])
+        self._use(operation, [self._memory.get(memory_of(one)) for one in given])
 
     def made(self, tensor: torch.Tensor, *, on_host: bool) -> None:
         """An operation has returned a tensor, whose memory may be new."""
-        storage = tensor.untyped_storage()
-        at = storage._cdata
+        storage, at = tensor.untyped_storage(), memory_of(tensor)
         if at in self._memory or at in self._host or not storage.nbytes():
             return
         if on_host:
@@ -137,7 +149,7 @@ class Crossings:
         execute(copies)
 
     def recorded(self, tensor: torch.Tensor, stream: OneStream) -> None:
-        if memory := self._memory.get(tensor.untyped_storage()._cdata):
+        if memory := self._memory.get(memory_of(tensor)):
             memory.recorded.add(stream)
 
     def _use(self, operation: str, given: Iterable[Memory | None]) -> None:

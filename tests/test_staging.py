@@ -77,15 +77,15 @@ class Stream:
     device = DEVICE
 
     def __init__(self, machine: Machine, number: int = 1) -> None:
-        self._machine, self.cuda_stream = machine, number
+        self.machine, self.cuda_stream = machine, number
 
     def record_event(self):
         event = SimpleNamespace(over=False)
-        self._machine.issue(self, Task(run=lambda: setattr(event, "over", True)))
+        self.machine.issue(self, Task(run=lambda: setattr(event, "over", True)))
         return event
 
     def wait_event(self, event) -> None:
-        self._machine.issue(self, Task(ready=lambda: event.over))
+        self.machine.issue(self, Task(ready=lambda: event.over))
 
     def wait_stream(self, other) -> None:
         self.wait_event(other.record_event())
@@ -135,7 +135,7 @@ def test_the_control_a_stream_that_does_not_wait_gets_wrong_parts(monkeypatch, w
     wait = Stream.wait_event
 
     def careless(stream, event) -> None:
-        if stream is not getattr(stream._machine, who):
+        if stream is not getattr(stream.machine, who):
             wait(stream, event)
 
     monkeypatch.setattr(Stream, "wait_event", careless)

@@ -89,7 +89,7 @@ def test_the_control_loads_that_nobody_waits_for_are_wrong(monkeypatch, who):
     wait = Stream.wait_event
 
     def careless(stream, event) -> None:
-        if (stream is stream._machine.model) != (who == "model"):
+        if (stream is stream.machine.model) != (who == "model"):
             wait(stream, event)
 
     monkeypatch.setattr(Stream, "wait_event", careless)
@@ -131,7 +131,7 @@ class HostWaits(Stream):
     def synchronize(self) -> None:
         event = self._event if hasattr(self, "_event") else self.record_event()
         while not event.over:
-            self._machine.go_on(1)
+            self.machine.go_on(1)
 
     @property
     def over(self) -> bool:

@@ -196,9 +196,14 @@ def weights_of(
     _mean[(documents, triton.cdiv(dims, BLOCK))](means, asked, spans.documents, DIMS=dims, BT=TILE, BD=BLOCK, **FUSED)
     sizes = {"DIMS": dims, "MOST": MOST_EXAMPLES, "BD": BLOCK, "SHARED": SHARED, "num_warps": 4, **FUSED}
     _alike[(documents,)](own, known, known, means, own, spans.documents, BT=MOST_EXAMPLES, OWN=True, **sizes)
-    _invert[(documents,)](own, MOST=MOST_EXAMPLES, num_warps=4, **FUSED)
+    invert(own)
     _alike[(len(spans.tiles),)](weights, asked, known, means, own, spans.tiles, BT=TILE, OWN=False, **sizes)
     return weights
+
+
+def invert(matrices: torch.Tensor) -> None:
+    """Invert symmetric matrices `[n, MOST_EXAMPLES, MOST_EXAMPLES]` in place."""
+    _invert[(len(matrices),)](matrices, MOST=MOST_EXAMPLES, num_warps=4, **FUSED)
 
 
 def _rotated_keys(canvas: Canvas[R], keys: torch.Tensor, slots: torch.Tensor, turn: Turn) -> torch.Tensor:

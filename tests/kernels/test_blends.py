@@ -62,16 +62,25 @@ def test_the_parts_of_the_next_layer_are_staged_while_one_is_computed(monkeypatc
     wanted, budget = blended(monkeypatch, "torch", "llama")
     begun = []
 
+    class Noted(Staging):
+        def __init__(self, *given) -> None:
+            super().__init__(*given)
+            self.begun = set()
+
+        def begin(self, layer: int) -> None:
+            self.begun.add(layer)
+            super().begin(layer)
+
     class Staged(DenseCanvas):
         def __init__(self, *given) -> None:
             super().__init__(*given)
             if len(self._stored):
                 shapes, count = [self._layers.shape] * self.depth, len(self._stored)
                 stream = AtOnce(self.device)
-                self._staging = Staging(self._stage, shapes, count, self.device, stream)
+                self._staging = Noted(self._stage, shapes, count, self.device, stream)
 
         def place(self, layer: int) -> int:
-            begun.append(self._staging is not None and layer in self._staging._copied)
+            begun.append(self._staging is not None and layer in self._staging.begun)
             return super().place(layer)
 
     monkeypatch.setattr(torch.cuda, "current_stream", AtOnce)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from crossings import Crossings
+from crossings import Crossings, streams_of
 from part_memory import PartMemory
 from test_paged_canvas import CORRECTED, PagedCanvas, blend_of, layers_over, length_of
 from watching import KERNELS
@@ -12,7 +12,7 @@ from watching import KERNELS
 from lmc.blend.blender import Blender
 from lmc.blend.kernels import place_triton
 from lmc.blend.kernels.choice import kernels_of
-from lmc.connectors.vllm.worker.streams import LayerLoads, Streams
+from lmc.connectors.vllm.worker.streams import LayerLoads
 
 CPU, DOCUMENTS = torch.device("cpu"), 2
 
@@ -61,8 +61,7 @@ def too_early(monkeypatch, slices: int | None, *, loads: bool = True) -> list[st
 
 def blend(layers, slab, crossings: Crossings, slices: int | None, *, loads: bool) -> None:
     """One blend, whose canvas is gone afterwards."""
-    streams = Streams(CPU)
-    streams._cuda, streams.load = True, crossings.load
+    streams = streams_of(crossings)
     page, copied = torch.zeros(5, device=CPU), torch.arange(5, device=CPU)
     exact = LayerLoads(lambda layer: page.index_add_(0, copied, torch.ones(5)), 1, streams, used=[page, copied])
     has = {"through": False, "stream": crossings.load, "loads": exact if loads else None, "memory": slab}

@@ -21,6 +21,14 @@ from lmc.connectors.vllm.worker.native import NativeLayers
 ROWS = 2048  # of a full batch
 
 
+class Canvas(MetaCanvas):
+    """A canvas that tells which job it is for."""
+
+    @property
+    def job(self):
+        return self._job
+
+
 class Peak(TorchDispatchMode):
     """The most bytes that the tensors made under it had at any time."""
 
@@ -76,11 +84,11 @@ def test_a_blend_takes_no_more_than_its_ranks_ask_for(monkeypatch, layers, docum
     over = layers(length_of(documents))
     policy = {"strategy": "union", "ratio": ratio, "correction": "shift"}
     with torch.inference_mode(), Peak() as peak:
-        canvas, given, policy = blend_of(MetaCanvas, over, documents, policy, through=False, rows=ROWS)
+        canvas, given, policy = blend_of(Canvas, over, documents, policy, through=False, rows=ROWS)
         for _ in MetaBlender(canvas, given, policy).slices():
             pass
     part = documents * size * over.shape.token_bytes
     taken = peak.bytes - over.depth * part  # less what is stored, which is not on the GPU
     # On a CPU there is no stream to copy stored parts on, and so there are no buffers for them.
-    estimated = memory_for(over, canvas._job) - SIDES * part - UNUSED_BYTES
+    estimated = memory_for(over, canvas.job) - SIDES * part - UNUSED_BYTES
     assert taken <= batch_bytes(canvas) + estimated

@@ -225,7 +225,7 @@ class AtOnce(Stream):
     def wait_event(self, event) -> None:
         for _ in range(100):
             if not event.over:
-                self._machine.go_on(1)
+                self.machine.go_on(1)
         assert event.over, "nothing that was issued lets this event come"
 
 

@@ -29,21 +29,10 @@ def test_a_rehearsal_runs_every_kernel(monkeypatch, layers):
         reader = ((layer, [part]) for layer in range(layers))
         return DenseCanvas(model, random_tokens(PROMPT_TOKENS, 0), [document], reader)
 
-    paid, scored = attention_triton._paid, set()
-
-    class Noted:
-        """The kernel of scores; what a program of it is compiled for is noted."""
-
-        def __getitem__(self, grid):
-            def run(*given, **constants):
-                scored.add((constants["SHARED"], constants["OVER_ALL"]))
-                paid[grid](*given, **constants)
-
-            return run
-
-    monkeypatch.setattr(attention_triton, "_paid", Noted())
     with torch.inference_mode():
         rehearse(canvas, document, PROMPT_TOKENS)
+    # What programs of the kernel of scores are compiled for.
+    scored = {(constants["SHARED"], constants["OVER_ALL"]) for name, constants in watch.named if name == "_paid"}
     assert scored == {(False, False), (False, True), (True, False), (True, True)}
     launched, names = set(watch.launched), {name for _, name in KERNELS}
     of_later_layers = {"_deviation", "_rotated", "_mean", "_alike", "_invert", "_changes", "_correct"}

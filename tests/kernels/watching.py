@@ -26,7 +26,6 @@ KERNELS = [
     (shift_triton, "_invert"),
     (shift_triton, "_changes"), (shift_triton, "_correct"),
 ]  # fmt: skip
-PAID = attention_triton._paid.arg_names.index("paid")  # where the scores are among the arguments of `_paid`
 # Ways to read a value of keys `[H, N, D]`.
 READS = {
     "cpu": lambda keys: keys.cpu(),
@@ -55,6 +54,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.launched, self.waited, self.on = [], [], False
+        self.named = []  # what kernels were launched with by name: the kernel's name and its arguments
         watch = self
 
         class Waits(TorchFunctionMode):
@@ -104,15 +104,17 @@ class Counted:
     Scores are 0. They decide which rows are computed, which must be the same each time.
     """
 
-    def __init__(self, name: str, watch: Watch) -> None:
+    def __init__(self, name: str, kernel, watch: Watch) -> None:
         self._name, self._watch = name, watch
+        self._scores = kernel.arg_names.index("paid") if name == "_paid" else None  # the argument for the scores
 
     def __getitem__(self, grid):
         def launch(*given, **named):
             self._watch.launched.append(self._name)
-            if self._name == "_paid":
+            self._watch.named.append((self._name, named))
+            if self._scores is not None:
                 with self._watch.set(False):
-                    given[PAID].zero_()
+                    given[self._scores].zero_()
 
         return launch
 
@@ -122,7 +124,7 @@ def watch_kernels(monkeypatch) -> Watch:
     monkeypatch.setenv("LMC_KERNELS", "triton")
     watch = Watch()
     for module, name in KERNELS:
-        monkeypatch.setattr(module, name, Counted(name, watch))
+        monkeypatch.setattr(module, name, Counted(name, getattr(module, name), watch))
 
     def submitted(copies) -> None:
         watch.launched.append("copies")
