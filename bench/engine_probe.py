@@ -106,7 +106,7 @@ class ProbeHost(Host):
 
     def poison(self) -> dict[str, Any]:
         self.forget_prefixes()
-        for view in self._worker._pages._views:
+        for view in self._worker._pages.views:
             view.fill_(3.0)
         return {}
 

@@ -71,7 +71,7 @@ def test_pages_are_moved_by_16_bytes_where_they_lie_at_multiples_of_that(shape, 
     raw = torch.arange(count + 64).to(torch.float16)
     raw = raw[raw.data_ptr() % 16 // 2 :]
     pages = raw[skipped : skipped + count].view(shape)
-    wide_view = paged._wide
+    wide_view = paged.widened
     found = wide_view(pages)
     assert found.dtype == (torch.complex128 if wide else torch.float16)
     order = torch.tensor([4, 1, 2])

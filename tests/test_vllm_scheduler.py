@@ -53,6 +53,7 @@ from lmc.storage import loader
 from lmc.storage.contract import PinState
 from lmc.storage.cost_model import CostModel
 from lmc.storage.tiers.disk import DiskTier
+from lmc.storage.tiers.record import RecordMeta
 
 MB = 1 << 20
 
@@ -298,7 +299,7 @@ def test_images_that_are_only_numbered_are_kept_for_this_process_only(make):
     tier, image = DictTier(), {"mm_features": ["renderer0-mm-1-image-0"]}
     for counted, loaded in ((True, 0), (False, 0), (False, 40)):
         lab = make(tier)
-        lab.scheduler._setup.counts_images = counted
+        lab.setup.counts_images = counted
         assert lab.serve("one", PLAIN, **image).loaded == loaded
         lab.forget_prefixes()
         assert lab.serve("two", PLAIN, **image).loaded == 40
@@ -679,12 +680,15 @@ def test_a_load_of_which_something_comes_is_not_late_for_some_deadlines(make, mo
     request = lab.arrive("one", PLAIN)
     tier.read_gates[0].set()
     assert lab.wait(lambda: lab.admit(request)) == 40
-    loads = list(storage_fakes.state_of(lab.store)._loads.values())
-    for number in range(1, len(loads) + 1):
+    pins = list(lab.states["one"].pins.values())
+    assert len(pins) == 40 // CHUNK
+    for number in range(1, len(pins) + 1):
         lab.now += 1.9
         turnstile.let_in()
         for _ in range(5000):
-            if sum(load.ready == LAYERS for load in loads) >= number or request.request_id not in lab.loading:
+            if request.request_id not in lab.loading:
+                break
+            if sum(lab.store.arrived(pin) == LAYERS for pin in pins) >= number:
                 break
             time.sleep(0.001)
         lab.step()
@@ -967,7 +971,7 @@ def test_a_tier_that_is_fast_again_is_found_by_a_trial(make, monkeypatch):
         if i == 8:
             later = 10.0
         loaded.append(lab.serve(str(i), PLAIN[i:]).loaded)
-        while i >= 8 and speeds._reading["dict"].newest == 1.0:
+        while i >= 8 and storage_fakes.reading(speeds)["dict"].newest == 1.0:
             lab.step()
         lab.forget_prefixes()
     assert loaded[:8] == [0] * 8
@@ -1819,6 +1823,18 @@ def test_the_facts_of_the_last_thousand_requests_are_kept(make):
     assert list(lab.scheduler.recent) == [str(i) for i in range(2, 1002)]
 
 
+def test_a_refusal_is_logged_once_and_counted(make, caplog):
+    lab = make()
+    for number in range(3):
+        lab.serve(str(number), prompt(DOC_A), {"ratio": 2})
+    (line,) = [record.message for record in caplog.records if "served without blending" in record.message]
+    assert line == (
+        "a request is served without blending: lmc.ratio must be between 0 and 1, not 2 "
+        "(said once, counted as lmc:refused)"
+    )
+    assert lab.scheduler.numbers()["refused"] == 3
+
+
 def test_each_request_has_a_line_in_the_log_at_debug(make, caplog):
     caplog.set_level("INFO")
     learn(make(), DOC_A)
@@ -2225,7 +2241,7 @@ def test_shutdown_with_jobs_under_way_leaves_nothing_behind():
     lab.scheduler.close()
     lab.scheduler.claim(waiting, 0)
     lab.finish(waiting), lab.finish(request)
-    assert not lab.scheduler._states
+    assert not lab.states
     assert lab.store.held() == 0
     assert not any(block.ref_cnt for block in lab.pool.blocks)
 
@@ -2234,7 +2250,10 @@ def test_a_record_with_a_strange_label_does_not_keep_the_engine_from_starting(ma
     tier = DictTier()
     lab = Lab([tier])
     key, namespace = page_key(lab, b"x" * 32), lab.engine.namespace(RecordKind.PAGES)
-    meta = lab.engine._meta(RecordKind.PAGES, key, namespace, "", 8, 0, 2 * PAGE, "no hash at all")
+    meta = RecordMeta(
+        key=key, kind=RecordKind.PAGES, namespace=namespace, tokens=8, first=0, parts=lab.engine.layout.parts,
+        part_bytes=2 * PAGE, label="no hash at all", model=lab.engine.names.model,
+    )  # fmt: skip
     lab.store.commit(lab.store.begin([meta]))
     lab.scheduler.close()
     assert key in tier.records

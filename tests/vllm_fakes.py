@@ -17,6 +17,7 @@ from lmc.blend.markers import Markers
 from lmc.config.settings import Settings
 from lmc.connectors.vllm.messages import BlendJob, LoadJob, SaveJob, StepPlan, StepReport, WorkerFacts
 from lmc.connectors.vllm.scheduler import scheduler
+from lmc.connectors.vllm.scheduler.kv_groups import KVGroups
 from lmc.connectors.vllm.scheduler.scheduler import Scheduler
 from lmc.connectors.vllm.start import Setup, layers_of_stages, open_engine
 from lmc.shapes import GIB
@@ -308,6 +309,16 @@ class Workers:
                 part[i * PAGE : (i + 1) * PAGE] = self.pages[layer, block]
 
 
+def states_of(scheduler):
+    """What a scheduler knows of each request that has not ended."""
+    return scheduler._states
+
+
+def drop_backfills(scheduler):
+    """The engine has no idle step for what waits to be computed exactly."""
+    scheduler._backfill.cancel()
+
+
 class Lab:
     """A scheduler with everything around it, driven as vLLM does."""
 
@@ -378,7 +389,7 @@ class Lab:
             clock=lambda: self.now,
         )
         self.scheduler = Scheduler(self.setup)
-        self.groups = self.scheduler._groups
+        self.groups = KVGroups.of(self.setup)
         self.tables, self.requests, self.cancelled = {}, {}, set()
         self.windowed = {}  # the block tables of a request in the groups after the first
         self.loading = set()  # requests whose blocks are not theirs to free
@@ -386,7 +397,7 @@ class Lab:
     @property
     def states(self):
         """What the scheduler knows of each request that has not ended."""
-        return self.scheduler._states
+        return states_of(self.scheduler)
 
     # -- one verb of the engine each
 
@@ -585,7 +596,7 @@ class Lab:
 
     def drop_backfills(self):
         """The engine has no idle step for what waits to be computed exactly."""
-        self.scheduler._backfill.cancel()
+        drop_backfills(self.scheduler)
 
     def forget_prefixes(self):
         self.settle()

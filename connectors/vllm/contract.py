@@ -349,7 +349,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--extract", type=Path, metavar="FILE", help="write the facts to this file, without a check")
     options = parser.parse_args(None if arguments is None else list(arguments))
     try:
-        facts = facts_of(Sources(options.vllm or _installed()))
+        facts = facts_of(Sources(options.vllm or installed_package()))
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
@@ -365,7 +365,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
     return bool(differences)
 
 
-def _installed() -> Path:
+def installed_package() -> Path:
+    """Return the directory of the installed vLLM. Raises `InputError` if there is none."""
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         raise InputError("vLLM is not installed in this Python: pass a wheel or a directory")

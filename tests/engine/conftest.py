@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from lab import DOCUMENTS, Lab, engine, make_model
-from stepping import pages, poison
+from stepping import engine_pages, poison
 
 sys.path.append(str(Path(__file__).parent.parent))
 from service_process import ServerProcess
@@ -34,7 +34,7 @@ class SharedEngine:
             self._markers = self._lab.setup.markers
         self._lab.forget()
         self._lab.setup.markers = self._markers
-        for view in pages():
+        for view in engine_pages().views:
             view.zero_()
         return self._lab
 

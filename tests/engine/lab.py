@@ -427,7 +427,20 @@ class Lab:
     @property
     def states(self) -> Any:
         """What lmc's scheduler knows of each request that has not ended."""
-        return self.lmc._states
+        from vllm_fakes import states_of
+
+        return states_of(self.lmc)
+
+    @property
+    def is_windowed(self) -> bool:
+        """Whether the engine keeps only a window of some layers."""
+        return any(self.setup.windows)
+
+    def drop_backfills(self) -> None:
+        """The engine has no idle step for what waits to be computed exactly."""
+        from vllm_fakes import drop_backfills
+
+        drop_backfills(self.lmc)
 
     @property
     def store(self) -> Any:

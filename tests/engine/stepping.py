@@ -119,9 +119,14 @@ def worker() -> Any:
     return next(one._worker for one in getattr(top, "sub_connectors", [top]) if isinstance(one, LMCConnector))
 
 
-def pages() -> Any:
-    """The engine's pages, layer by layer."""
-    return worker()._pages._views
+def engine_pages() -> Any:
+    """What the worker copies to and from."""
+    return worker()._pages
+
+
+def learning() -> tuple[Any, Any]:
+    """The documents that the worker is learning, and the KV in the engine's memory of the tokens before them."""
+    return worker()._learning, worker()._prefix_kv
 
 
 def layers_of_lmc() -> Any:
@@ -131,7 +136,7 @@ def layers_of_lmc() -> Any:
 
 def poison() -> None:
     """Fill the engine's pages, so that stale bytes are not right by chance."""
-    for view in pages():
+    for view in engine_pages().views:
         view.fill_(3.0)
 
 

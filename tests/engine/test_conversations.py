@@ -28,10 +28,6 @@ def later(tokens, said, seed=50):
     return [*tokens, *said, *words(40, seed), *HEADER]
 
 
-def without_idle_time(lab) -> None:
-    lab.lmc._backfill.cancel()
-
-
 def wish(ratio=0.15, **more):
     return PROMPT.blend(strategy="union", ratio=ratio, **more)
 
@@ -42,7 +38,7 @@ def test_turns_that_go_on_from_a_blend_that_repairs_everything_are_exact(lab, st
     asked, tokens, blends = [], TOKENS, lab.numbers.get("blends", 0)
     for turn in range(4):
         out = lab.ask(tokens, PROMPT.blend(strategy=strategy, ratio=1.0), 40)
-        without_idle_time(lab)
+        lab.drop_backfills()
         asked.append((tokens, out))
         tokens = later(tokens, answer(out), turn)
     assert lab.numbers["blends"] == blends + 1
@@ -57,7 +53,7 @@ def revise(lab, monkeypatch):
     """A function to revise blends with a ratio, also where every token was repaired."""
 
     def revise(ratio):
-        if lab.lmc._groups.windowed:
+        if lab.is_windowed:
             pytest.skip("layers with a window have only their last blocks in the cache")
 
         def job_of(*given, **named):
@@ -77,7 +73,7 @@ def test_turns_that_revise_an_exact_blend_are_exact(lab, revise, ratio):
     turns, tokens, blends = [], TOKENS, lab.numbers.get("blends", 0)
     for turn in range(4):
         out = lab.ask(tokens, wish(1.0), 40)
-        without_idle_time(lab)
+        lab.drop_backfills()
         turns.append((tokens, out))
         tokens = later(tokens, answer(out), turn)
     assert lab.numbers["blends"] == blends + 4
@@ -92,11 +88,11 @@ def test_a_turn_that_revises_changes_nothing_for_others(lab, revise):
     """Not for a retry of the first turn, nor for plain requests."""
     revise(0.15)
     out = lab.ask(TOKENS, wish(), 40)
-    without_idle_time(lab)
+    lab.drop_backfills()
     tokens = later(TOKENS, answer(out))
     second = lab.ask(tokens, wish(), 40)
     assert facts(second)["continued_tokens"] > 600
-    without_idle_time(lab)
+    lab.drop_backfills()
     again = lab.ask(TOKENS, wish(), 40)
     assert agree(again, out), "its blocks are as they were"
     assert again.num_cached_tokens >= len(TOKENS) - BLOCK
@@ -111,7 +107,7 @@ def test_other_questions_about_the_same_documents_revise_an_exact_blend_and_are_
     documents = PROMPT.tokens[: PROMPT.spans[-1][1]]
     prompts = [TOKENS, *([*documents, *words(40, seed), *HEADER] for seed in (60, 61))]
     found = [lab.ask(tokens, wish(1.0), 40) for tokens in prompts]
-    without_idle_time(lab)
+    lab.drop_backfills()
     for out in found[1:]:
         assert facts(out)["continued_tokens"] > 600
         assert facts(out)["charged_budget"] == pytest.approx(ratio, abs=0.1)
@@ -123,7 +119,7 @@ def test_other_questions_about_the_same_documents_revise_an_exact_blend_and_are_
 @pytest.mark.parametrize("change", [{"salt": "other"}, {"lmc": {"blend": False}}, {"lmc": {"ratio": 0.5}}])
 def test_later_turns_of_others_do_not_go_on_from_it(lab, change):
     out = lab.ask(TOKENS, wish(), 40)
-    without_idle_time(lab)
+    lab.drop_backfills()
     tokens = later(TOKENS, answer(out))
     lmc = {**wish(), **change.get("lmc", {})}
     found = lab.ask(tokens, lmc, salt=change.get("salt"))
@@ -155,7 +151,7 @@ def test_a_turn_goes_on_where_half_of_the_blocks_were_evicted(lab, revise, revis
     if revises:
         revise(1.0)
     out = lab.ask(TOKENS, wish(1.0), 40)
-    without_idle_time(lab)
+    lab.drop_backfills()
     tokens = later(TOKENS, answer(out))
     free = lab.pool.get_num_free_blocks()
     # Blocks of the end are evicted first.
@@ -173,7 +169,7 @@ def test_a_later_turn_that_is_preempted_or_aborted_holds_nothing_and_is_right(la
     if revises:
         revise(1.0)
     out = lab.ask(TOKENS, wish(1.0), 40)
-    without_idle_time(lab)
+    lab.drop_backfills()
     tokens, steps = later(TOKENS, answer(out)), Steps(lab)
     name = steps.add(tokens, wish(1.0), 40)
     steps.until(lambda: name in steps.outputs and len(answer(steps.outputs[name])) >= 10)
@@ -198,13 +194,13 @@ def test_four_samples_and_retries_make_one_blend(lab):
 
 def test_samples_of_a_later_turn_share_one_revision(lab):
     """Each of them revised the blend, in copies of all its blocks."""
-    if lab.lmc._groups.windowed:
+    if lab.is_windowed:
         pytest.skip("layers with a window have only their last blocks in the cache")
     tokens = later(TOKENS, answer(lab.ask(TOKENS, wish(), 40)))
-    without_idle_time(lab)
+    lab.drop_backfills()
     blends = lab.numbers["blends"]
     lab.ask(tokens, wish(), 8, n=4, temperature=0.7)
-    without_idle_time(lab)
+    lab.drop_backfills()
     assert lab.numbers["blends"] == blends + 1
 
 

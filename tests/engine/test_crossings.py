@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from crossings import Crossings
+from crossings import Crossings, streams_of
 from lab import BLOCK, DOCUMENTS, PLAIN, PROMPT, agree, facts, words
-from stepping import Steps, worker
+from stepping import Steps, engine_pages, worker
 
 from lmc.connectors.vllm.worker import paged, streams
 from lmc.connectors.vllm.worker import worker as worker_module
@@ -22,11 +22,10 @@ def shared(shared_engine, models):
 @pytest.fixture(params=["one by one", "through GPU memory"])
 def crossings(lab, monkeypatch, request):
     """The engine's worker, as if it had the streams of a GPU and a call for many copies."""
-    found, of_gpu = Crossings(CPU, monkeypatch), Streams(CPU)
-    of_gpu._cuda, of_gpu.load, of_gpu.save = True, found.load, found.save
-    monkeypatch.setattr(worker(), "_streams", of_gpu)
-    monkeypatch.setattr(worker()._pages, "_submit", found.submitted)
-    monkeypatch.setattr(worker()._pages, "_stages", request.param == "through GPU memory")
+    found = Crossings(CPU, monkeypatch)
+    monkeypatch.setattr(worker(), "_streams", streams_of(found))
+    monkeypatch.setattr(engine_pages(), "_submit", found.submitted)
+    monkeypatch.setattr(engine_pages(), "_stages", request.param == "through GPU memory")
     monkeypatch.setattr(paged, "can_submit", lambda memory: True)
     return found
 
@@ -66,10 +65,10 @@ def everything(lab, monkeypatch) -> None:
     first, other, third = ([*PROMPT.tokens[:question], *words(40, seed)] for seed in (61, 62, 63))
     out = lab.ask(first, WISH)
     assert facts(out)["reused_tokens"] == sum(map(len, DOCUMENTS))
-    lab.lmc._backfill.cancel()  # In idle steps, the engine would compute the first prompt exactly.
+    lab.drop_backfills()  # In idle steps, the engine would compute the first prompt exactly.
     out = lab.ask(other, WISH)
     assert facts(out)["continued_tokens"] > 600
-    lab.lmc._backfill.cancel()
+    lab.drop_backfills()
     steps = Steps(lab)
     name = steps.add(third, WISH)
     monkeypatch.setattr(worker(), "_step_tokens", 1)  # so that a step has one slice of the blend

@@ -198,7 +198,7 @@ def test_a_reset_between_the_end_of_a_blend_and_its_first_step_leaves_its_blocks
     steps.add(PROMPT.tokens, PROMPT.blend(strategy="none"), 8)
 
     def arrived() -> bool:
-        return any(one.salts and not (one.loading or one.scheduled) for one in lab.lmc._states.values())
+        return any(one.salts and not (one.loading or one.scheduled) for one in lab.states.values())
 
     steps.until(arrived)
     lab.scheduler.reset_prefix_cache(reset_connector=True)

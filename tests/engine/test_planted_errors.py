@@ -5,7 +5,7 @@ import logging
 import pytest
 from amount import mostly_long
 from lab import DOCUMENTS, PLAIN, PROMPT, agree, words
-from stepping import Steps, poison, worker
+from stepping import Steps, engine_pages, poison, worker
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from lmc.connectors.vllm import guard
@@ -99,7 +99,7 @@ def test_an_error_in_a_hook_is_a_miss(shared, lab, monkeypatch, name, when):
 
 def test_a_chunk_that_cannot_be_saved_fails_alone(lab, monkeypatch, caplog):
     """The chunks of a step are saved together."""
-    tokens, pages, failed = words(600, 78), worker()._pages, []
+    tokens, pages, failed = words(600, 78), engine_pages(), []
     copy = pages.save
 
     def failing(layer, blocks, part):

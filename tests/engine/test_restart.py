@@ -10,14 +10,20 @@ import pytest
 import transformers
 from amount import mostly_long
 from lab import DOCUMENTS, FAMILIES, PLAIN, PROMPT, SIZES, Lab, agree, answer, engine, facts
-from stepping import only_on_disk, poison, worker
+from stepping import only_on_disk, poison
 from tier_wrappers import Faulty
+
+from lmc.connectors.vllm.worker import worker
+from lmc.connectors.vllm.worker.rank_slab import RankSlab
 
 
 @contextmanager
 def running(model: Path, disk: Path) -> Iterator[Lab]:
+    mapped, patch = [], pytest.MonkeyPatch()
+    patch.setattr(worker, "RankSlab", lambda *given: mapped.append(given) or RankSlab(*given))
     with engine(model, {"local_disk": str(disk)}) as lab:
-        assert worker()._slab is None, "a slab is page-locked when it is mapped, and graphs were captured until now"
+        patch.undo()
+        assert mapped == [], "a slab is page-locked when it is mapped, and graphs were captured until now"
         poison()
         yield lab
 

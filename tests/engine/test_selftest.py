@@ -6,7 +6,7 @@ import pytest
 import torch
 from amount import mostly_long
 from lab import SIZES, Prompt, answer, distance, words
-from stepping import change_batches, layers_of_lmc, pages
+from stepping import change_batches, engine_pages, layers_of_lmc
 
 from lmc.blend.kernels import place
 from lmc.connectors.vllm.worker.native import NativeLayers
@@ -83,7 +83,7 @@ def test_a_rotation_that_turns_the_wrong_way_is_found(lab, monkeypatch):
 
 def test_the_blocks_are_as_they_were_afterwards(lab):
     prove(lab)
-    for view in pages():
+    for view in engine_pages().views:
         assert not view[1:3].any()  # 64 tokens in blocks of 32
 
 

@@ -42,6 +42,9 @@ class OnlyTime(Worker):
     def backfill(self, work: Work) -> None:
         self._backfills.append(work)
 
+    def work_of(self, request: str) -> Work:
+        return self._loading[request]
+
     @property
     def jobs(self) -> int:
         return len(self._loading) + len(self._learning) + len(self._backfills)
@@ -177,7 +180,7 @@ def test_a_blend_that_fails_on_one_rank_ends_the_step_on_all():
         rank = OnlyTime()
         blends = [large(rank, f"r{n}") for n in range(2)]
         if fails:
-            rank._loading["r0"].steps = failing(blends[0])
+            rank.work_of("r0").steps = failing(blends[0])
         done.append([step(rank, blends, 0), step(rank, blends, 0)])
     assert done[0] == done[1] == [[BLEND] * 3, []]
 

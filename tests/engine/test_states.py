@@ -5,7 +5,7 @@ import logging
 import pytest
 from amount import mostly_long
 from lab import agree, answer, engine, facts, words
-from stepping import only_on_disk, poison, worker
+from stepping import engine_pages, only_on_disk, poison
 from tier_wrappers import Faulty
 
 BLOCK = 288  # vLLM chooses it, so that a state fits into a block of attention
@@ -70,7 +70,7 @@ def test_a_prompt_continues_from_the_last_state_before_its_end(lab, length):
 
 def test_without_its_state_a_prompt_is_answered_differently(lab, monkeypatch):
     """The control of all others."""
-    wanted, moved = stored(lab, LONG), worker()._pages
+    wanted, moved = stored(lab, LONG), engine_pages()
     load = moved.load_all
     monkeypatch.setattr(
         moved, "load_all", lambda layer, moves: None if moved.group_of[layer] == 0 else load(layer, moves)

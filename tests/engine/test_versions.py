@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lab import DOCUMENTS, PLAIN, PROMPT, agree, answer, engine, facts, launch
-from stepping import Clock, Gate, Steps, only_on_disk, poison, threads_are_done, worker
+from stepping import Clock, Gate, Steps, learning, only_on_disk, poison, threads_are_done, worker
 from vllm import SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_transfer_group
@@ -33,7 +33,7 @@ def lab(models, tmp_path_factory):
 
 def test_the_installed_version_fulfils_the_contract_and_reads_as_it_is():
     """Signatures in files are those of the imported classes."""
-    installed = contract.facts_of(Sources(contract._installed()))
+    installed = contract.facts_of(Sources(contract.installed_package()))
     assert contract.findings(installed) == []
     imported = contract.facts_of_imported()
     assert contract.objections(imported) == []
@@ -83,9 +83,10 @@ def test_an_engine_that_gives_up_its_kv_cache_computes_what_was_being_loaded(lab
     Clock(lab)  # at which no load is late
     gate, steps = Gate(lab, parts=1), Steps(lab)
     name = steps.add(PLAIN)
-    steps.until(lambda: steps.loading(name) and worker()._loading)
+    steps.until(lambda: steps.loading(name))
+    assert not worker().ends_loads
     get_kv_transfer_group().unregister_kv_caches()
-    assert not worker()._loading
+    assert worker().ends_loads
     poison()
     gate.open()
     steps.run()
@@ -98,12 +99,12 @@ def test_an_engine_that_gives_up_its_kv_cache_computes_what_was_being_loaded(lab
 
 def test_learning_ends_when_an_engine_gives_up_its_kv_cache(lab):
     lab.forget()
-    worker()._prefix_kv[0] = []  # of the tokens behind which documents are learned, if there is a tokenizer
+    learning()[1][0] = []  # of the tokens behind which documents are learned, if there is a tokenizer
     steps = Steps(lab)
     steps.add(DOCUMENTS[1], {"learn": True}, 1)
-    steps.until(lambda: worker()._learning)
+    steps.until(lambda: learning()[0])
     get_kv_transfer_group().unregister_kv_caches()
-    assert (worker()._learning, worker()._prefix_kv) == ([], {})
+    assert learning() == ([], {})
     steps.run()
     lab.settle()
     lab.learn(DOCUMENTS)

@@ -4,6 +4,7 @@ import pytest
 from lab import DOCUMENTS, PLAIN, PROMPT, Prompt, agree, answer, facts, words
 from stepping import Steps, poison
 
+from lmc.connectors.vllm.scheduler.kv_groups import KVGroups
 from lmc.connectors.vllm.scheduler.scheduler import LACKS_BLOCKS
 
 WINDOW, BLOCK, CHUNK = 128, 32, 256
@@ -178,8 +179,7 @@ def test_an_evicted_window_is_a_miss(lab, monkeypatch):
     lab.learn(DOCUMENTS)
     lab.ask(prompt.tokens[:200], {"blend": False}, 1)
     lab.settle()
-    groups = type(lab.lmc._groups)
-    monkeypatch.setattr(groups, "completed", lambda *_: None)
+    monkeypatch.setattr(KVGroups, "completed", lambda *_: None)
     out = lab.ask(prompt.tokens, prompt.blend(**EXACT))
     assert agree(out, wanted)
     assert lab.numbers["failed_loads"] > 0

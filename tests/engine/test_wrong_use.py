@@ -92,18 +92,6 @@ def test_parameters_of_other_connectors_are_nobody_s_fault(lab, given):
     assert "note" not in facts(out)
 
 
-def test_a_refusal_is_logged_once_and_counted(lab, caplog):
-    lab.lmc._roles.told.clear()
-    with caplog.at_level(logging.WARNING, "lmc"):
-        for _ in range(3):
-            lab.ask(PROMPT.tokens, {"ratio": 2})
-    (line,) = [record.message for record in caplog.records if "served without blending" in record.message]
-    assert line == (
-        "a request is served without blending: lmc.ratio must be between 0 and 1, not 2 "
-        "(said once, counted as lmc:refused)"
-    )
-
-
 def test_a_document_to_learn_that_begins_with_bos_is_not_learned(lab):
     out = lab.ask([BOS, *words(150, 5)], {"learn": True})
     assert facts(out) == {"note": facts(out)["note"]}

@@ -63,17 +63,17 @@ class Pages:
             apart.sort(key=lambda one: _numbers_in(one[0]))  # The engine lists them group by group.
         self.group_of = [of_layer[name] for name, _ in apart]
         views = [(_page_major(cache, blocks), _order(cache)) for _, cache in apart]
-        self._views = [view for view, _ in views]
+        self.views = [view for view, _ in views]  # by layer, the engine's memory as pages
         layouts = [f"{tuple(view.shape[1:])}{view.dtype}{order}" for view, order in views]
         self.layout = ";".join(dict.fromkeys(layouts))  # Pages can be exchanged between caches whose layouts are equal.
-        self.layers = len(self._views)
-        self.page_bytes = tuple(view[0].numel() * view.dtype.itemsize for view in self._views)
-        self._stretches = [stretches_of(view[0]) for view in self._views]
-        self._submit = submit_of(self._views[0].device)
+        self.layers = len(self.views)
+        self.page_bytes = tuple(view[0].numel() * view.dtype.itemsize for view in self.views)
+        self._stretches = [stretches_of(view[0]) for view in self.views]
+        self._submit = submit_of(self.views[0].device)
         self._stages = False  # If true, parts are copied whole, and pages are moved on the GPU.
         # Without a call for many copies, each part is one copy: the host waits for a copy of memory that is not
         # page-locked, and a part has dozens of pages.
-        self.gathers = self._views[0].is_cuda
+        self.gathers = self.views[0].is_cuda
 
     def choose_copy_mode(self, seconds_of: Callable[[Callable[[], None]], float]) -> None:
         """Measure and choose the faster way to copy pages, if the device has a call for many copies.
@@ -83,7 +83,7 @@ class Pages:
         """
         if self._submit is None:
             return
-        count, seconds = min(TIMED_PAGES, len(self._views[0])), {False: float("inf"), True: float("inf")}
+        count, seconds = min(TIMED_PAGES, len(self.views[0])), {False: float("inf"), True: float("inf")}
         modes, blocks = ("one by one", "through GPU memory"), range(count)[::-1]
         for stages in (False, True):
             self._stages = stages
@@ -125,7 +125,7 @@ class Pages:
 
     def duplicate(self, layer: int, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy the pages of the blocks `sources [B]` to the blocks `targets [B]`. Both are on the device."""
-        view = _wide(self._views[layer])
+        view = widened(self.views[layer])
         view.index_copy_(0, targets, view.index_select(0, sources))
 
     def _in_one_call(self, layer: int, moves: Sequence[Move], *, to_pages: bool) -> bool:
@@ -148,7 +148,7 @@ class Pages:
         self._submit(merged(copies.reversed() if to_gpu else copies))
 
     def _in_stages(self, layer: int, moves: Sequence[Move], *, to_pages: bool) -> None:
-        view, size = _wide(self._views[layer]), self.page_bytes[layer]
+        view, size = widened(self.views[layer]), self.page_bytes[layer]
         blocks = _sent(_blocks_of(moves), view.device)
         side_by_side = view.new_empty((len(blocks), *view.shape[1:])) if to_pages else view.index_select(0, blocks)
         sizes = np.array([len(move.blocks) for move in moves], np.int64) * size
@@ -160,7 +160,7 @@ class Pages:
 
     def copies(self, layer: int, moves: Sequence[Move]) -> Copies:
         """Return the addresses in pages and in parts, and the length in bytes, of each stretch of the pages."""
-        view, size = self._views[layer], self.page_bytes[layer]
+        view, size = self.views[layer], self.page_bytes[layer]
         offsets, stretch = self._stretches[layer]
         blocks = _blocks_of(moves)
         begins = [
@@ -176,28 +176,28 @@ class Pages:
         """Copy the pages of `blocks` side by side into `part`, uint8 `[n]`."""
         if self.gathers:
             with suppress(torch.OutOfMemoryError):  # The fallback, separate copies of pages, needs no memory.
-                view, size = _wide(self._views[layer]), len(blocks) * self.page_bytes[layer]
+                view, size = widened(self.views[layer]), len(blocks) * self.page_bytes[layer]
                 side_by_side = view.index_select(0, _sent(blocks, view.device))
                 part[:size].copy_(side_by_side.flatten().view(torch.uint8), non_blocking=True)
                 return
         for at, start, count in _runs(blocks):
-            self._in_part(layer, part, at, count).copy_(self._views[layer][start : start + count], non_blocking=True)
+            self._in_part(layer, part, at, count).copy_(self.views[layer][start : start + count], non_blocking=True)
 
     def load(self, layer: int, blocks: Sequence[int], part: torch.Tensor, first: int) -> None:
         """Copy the pages of `part`, from its page `first` on, into `blocks`."""
         if self.gathers:
             with suppress(torch.OutOfMemoryError):
-                view, size = _wide(self._views[layer]), self.page_bytes[layer]
+                view, size = widened(self.views[layer]), self.page_bytes[layer]
                 side_by_side = part[first * size : (first + len(blocks)) * size].to(view.device, non_blocking=True)
                 pages = side_by_side.view(view.dtype).view(len(blocks), *view.shape[1:])
                 view.index_copy_(0, _sent(blocks, view.device), pages)
                 return
         for at, start, count in _runs(blocks):
             source = self._in_part(layer, part, first + at, count)
-            self._views[layer][start : start + count].copy_(source, non_blocking=True)
+            self.views[layer][start : start + count].copy_(source, non_blocking=True)
 
     def _in_part(self, layer: int, part: torch.Tensor, page: int, count: int) -> torch.Tensor:
-        view, size = self._views[layer], self.page_bytes[layer]
+        view, size = self.views[layer], self.page_bytes[layer]
         return part[page * size : (page + count) * size].view(view.dtype).view(count, *view.shape[1:])
 
 
@@ -396,7 +396,7 @@ def _page_major(cache: torch.Tensor, blocks: int) -> torch.Tensor:
     return pages
 
 
-def _wide(pages: torch.Tensor) -> torch.Tensor:
+def widened(pages: torch.Tensor) -> torch.Tensor:
     """Return pages `[B, …]` as `[B, n]` numbers of 16 bytes, which a GPU moves faster, if possible.
 
     Otherwise the pages are returned unchanged. It is possible if each page is contiguous, has a multiple of 16 bytes,
