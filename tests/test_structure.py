@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -226,6 +227,40 @@ def test_public_names_are_frozen() -> None:
         "capacity", "salt_of", "begin_anew", "owns", "with_known",
         "forget_all", "close",
     }  # fmt: skip
+
+
+MAX_PRIVATE_PLACES = 40
+# Private parts of the interpreter, torch, Triton, vLLM, aiohttp and redis-py that tests need.
+PRIVATE_ELSEWHERE = {
+    "_exit", "_getframe",
+    "_cdata", "_is_amx_tile_supported", "_is_avx512_supported", "_sleep", "_patch_lang",
+    "_preempt_request", "_run_in_subprocess",
+    "_keepalive_timeout", "_sock",
+}  # fmt: skip
+PUBLIC_DESPITE_NAME = {"_replace", "_asdict", "_fields"}  # methods of named tuples
+
+
+def private_places(path: Path) -> Iterator[str]:
+    """Yield where a test reads or sets a private attribute of something other than itself."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if (
+            isinstance(node, ast.Attribute)
+            and re.match("_(?!_)", node.attr)
+            and node.attr not in PRIVATE_ELSEWHERE | PUBLIC_DESPITE_NAME
+            and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+        ):
+            yield f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_tests_use_public_names() -> None:
+    places = [place for path in sorted((ROOT / "tests").rglob("*.py")) for place in private_places(path)]
+    advice = (
+        f"tests reach into private parts in {len(places)} places, and {MAX_PRIVATE_PLACES} are allowed. Observe an "
+        "answer, a metric, a log line or a file instead, or hand the part in from outside. If a private name is "
+        "needed, use the function of lab.py, stepping.py, storage_fakes.py, service_fakes.py or vllm_fakes.py that "
+        "has it already"
+    )
+    assert len(places) <= MAX_PRIVATE_PLACES, "\n".join([advice, *places])
 
 
 PAGES = ("README.md", "docs/serve.md", "docs/settings.md", "docs/storage.md")
