@@ -262,6 +262,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
     "gpt2": (transformers.GPT2Config, {}),
+    "draft": (transformers.LlamaConfig, {"num_hidden_layers": 1}),
     "mistralwindow": (transformers.MistralConfig, {"head_dim": 32, "sliding_window": 128}),
     "qwen3next": (  # vLLM's CPU build computes its states in bfloat16 only, and heads of other sizes not at all.
         transformers.Qwen3NextConfig,

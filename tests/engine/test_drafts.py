@@ -7,6 +7,11 @@ import pytest
 from apart import PYTEST, run_apart
 
 
-@pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.long), "gemma3mixed"])
-def test_with_tokens_that_the_prompt_predicts(model):
-    run_apart(*PYTEST, "engine/drafting.py", "-k", model, interpret=False)
+@pytest.mark.parametrize(
+    "drafts",
+    [pytest.param("llama", marks=pytest.mark.long), "gemma3mixed", pytest.param("model", marks=pytest.mark.long)],
+)
+def test_drafts_of(drafts):
+    """Of n-grams in the prompt, with two models, and of a draft model."""
+    which = "beside_a_draft_model" if drafts == "model" else drafts
+    run_apart(*PYTEST, "engine/drafting.py", "-k", which, interpret=False)
