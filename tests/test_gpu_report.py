@@ -71,7 +71,7 @@ def test_lines_of_another_device_are_not_mixed_with_ours(report, tmp_path: Path)
     assert kept(tmp_path)["parts"] == ["kernels"]
 
 
-@pytest.mark.parametrize("part", ["moving", "layouts", "corrections", "scores", "MLA"])
+@pytest.mark.parametrize("part", ["moving", "layouts", "corrections", "scores", "limits", "MLA"])
 def test_the_checks_of_kernels_take_the_odd_sizes_of_the_sanitizer(report, monkeypatch, part: str) -> None:
     """Only a GPU has these sizes. The pages of MLA were too few for their last, partly filled block.
 

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -235,6 +235,30 @@ def scores(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> No
         report.line(f"{what}: in all of {BLEND_LAYERS} layers", BLEND_LAYERS * took, "ms", most=2.0)
 
 
+def limited(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> None:
+    """Attention and scores of scattered rows in layers with a window, a chunk, sinks or a soft cap."""
+    ours, name = kernels_of(report.device), str(dtype).removeprefix("torch.")
+    context, queries = pages_of(report, sizes, sizes.context, dtype), sizes.heads * sizes.group
+    count, reach = min(sizes.rows[0], sizes.context // 2), sizes.context // 5
+    at = torch.randperm(sizes.context, device=report.device)[:count].sort().values
+    query = torch.randn(count, queries, sizes.dim, device=report.device).to(dtype)
+    there = torch.rand(sizes.context, device=report.device) < 0.9
+    there[at] = True
+    plain = LayerAttention(scale=sizes.dim**-0.5)
+    kinds = {
+        "a window": replace(plain, window=reach),
+        "a chunk": replace(plain, chunk=reach),
+        "a window and sinks": replace(plain, window=reach, sinks=torch.randn(queries, device=report.device).to(dtype)),
+        "a soft cap": replace(plain, soft_cap=1.5),
+        "a window and a soft cap": replace(plain, window=reach, soft_cap=1.5),
+    }
+    for kind, layer in kinds.items():
+        wanted = attention.attend_and_score(query.float(), exact(context), at, layer, there, "max")
+        found = ours.attend_and_score(query, context, at, layer, there, "max")
+        for what, one, other in zip(("attention", "scores"), found, wanted, strict=True):
+            errors(report, f"{what} with {kind}, {name}", [one], [other], ALLOWED[dtype])
+
+
 def latent(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> None:
     """Place and attend to pages of MLA, in which values are keys, too."""
     ours, name = kernels_of(report.device), str(dtype).removeprefix("torch.")
@@ -273,6 +297,7 @@ MEASURED = {
     "layouts": placed,
     "corrections": corrected,
     "scores": scores,
+    "limits": limited,
     "MLA": latent,
 }
 
