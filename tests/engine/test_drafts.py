@@ -6,7 +6,10 @@ vLLM starts no second engine in a process in which numba, with which drafts are 
 import pytest
 from apart import PYTEST, run_apart
 
+from lmc.connectors.vllm.vllm_api import installed_version
 
+
+@pytest.mark.skipif(installed_version().startswith("0.30."), reason="vLLM 0.30 for CPUs does not decode with drafts")
 @pytest.mark.parametrize(
     "drafts",
     [pytest.param("llama", marks=pytest.mark.long), "gemma3mixed", pytest.param("model", marks=pytest.mark.long)],
