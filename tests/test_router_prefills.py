@@ -249,7 +249,7 @@ class Responding(EchoEngine):
 
     computed = False
 
-    async def _stream(self, wish, usage, send, leaving):
+    async def stream(self, wish, usage, send, leaving):
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
         await send({"type": "http.response.body", "body": CREATED % b"" + PROGRESS, "more_body": True})
         while not self.computed and not await self._sleeps(0.005, leaving):

@@ -680,7 +680,7 @@ def test_a_load_of_which_something_comes_is_not_late_for_some_deadlines(make, mo
     request = lab.arrive("one", PLAIN)
     tier.read_gates[0].set()
     assert lab.wait(lambda: lab.admit(request)) == 40
-    pins = list(lab.states["one"].pins.values())
+    pins = list(lab.states["one"].chunks.pins.values())
     assert len(pins) == 40 // CHUNK
     for number in range(1, len(pins) + 1):
         lab.now += 1.9
