@@ -203,7 +203,7 @@ def routed(engines):
             known.add(address(one.url, admin=one.admin, kv_events=events))
         settings = RouterSettings(exact_tokens=policy == "precise", health_seconds=0.5)
         serving = served(Router(settings, make(policy, **options), known), lifespan=True)
-        opened.append((serving, house := House(serving.__enter__(), [])))
+        opened.append((serving, house := House(serving.__enter__(), [], known)))
         return house
 
     yield routed
