@@ -185,18 +185,19 @@ def attention_cases(
 
     Values of another dimension are latent, so that they are keys as well.
     """
-    constants = heads(dim) | values(value_dim or dim) | {"GROUP": group, "SIZE": 16, "PAGED": True, "LIMIT": 0}
+    constants = heads(dim) | values(value_dim or dim) | {"GROUP": group, "SIZE": 16, "PAGED": True}
+    constants |= {"LIMIT": 0, "CAP": 0.0}
     constants["LATENT"], dim = value_dim > 0, dim + value_dim
-    plain, itemsize, tuning = {"SINKS": False, "sinks": None, "CAP": 0.0}, ITEMSIZES[dtype], tuning_for(capability)
-    capped = plain | {"CAP": 50 * LOG2_E.value}
+    plain, itemsize, tuning = {"SINKS": False, "sinks": None}, ITEMSIZES[dtype], tuning_for(capability)
+    cap = {"CAP": 50 * LOG2_E.value}
     if not paged:
         constants |= {"SIZE": 1, "PAGED": False, "table": None}
     # As in gpt-oss, in Llama 4, and in both kinds of layers of Gemma 2.
     limits = {
-        "": (0, plain), "-window": (1, {"SINKS": True, "CAP": 0.0}), "-chunk": (2, plain),
-        "-capped": (0, capped), "-window-capped": (1, capped),
+        "": (0, plain), "-window": (1, {"SINKS": True}), "-chunk": (2, plain),
+        "-capped": (0, plain | cap), "-window-capped": (1, plain | cap),
     }  # fmt: skip
-    for limit, (number, sinks) in limits.items() if paged and not value_dim else [("", limits[""])]:
+    for limit, (number, others) in limits.items() if paged and not value_dim else [("", limits[""])]:
         tiles = {
             (tile(tuning, tokens, 8, group, dim, itemsize, hides=hides, limited=number > 0), hides)
             for hides in (False, True)
@@ -204,23 +205,19 @@ def attention_cases(
         }
         for (rows, keys, warps, stages), hides in sorted(tiles):
             shape = {"BM": rows, "BN": keys, "PRESENT": hides, "LIMIT": number}
-            all_of_it = constants | sinks | shape | ({} if hides else {"present": None})
+            all_of_it = constants | others | shape | ({} if hides else {"present": None})
             for sums in (True, False) if rows <= 64 and not hides else (hides,):  # Programs of a few rows share keys.
                 more = {"LOG_SUMS": sums} | ({} if sums else {"log_sums": None})
                 name = f"_attend-{rows}-{keys}-{'hides' if hides else 'whole'}-{'sums' if sums else 'alone'}{limit}"
                 yield name, Case(kernels.attend, all_of_it | more, dtype, warps, stages, 255, True)
     some, keys, warps, stages = scored(tuning, dim, itemsize)
-    constants["CAP"] = 0.0
     for over_all in (False, True) if (dtype, dim, group, paged) == ("bf16", 128, 4, True) else (False,):
         more = {"BT": some, "BN": keys, "OVER_ALL": over_all, "SHARED": False}
         yield f"_paid-{over_all}", Case(kernels.paid, constants | more, dtype, warps, stages, 255, True)
     more = {"BT": FEWEST, "BN": keys, "OVER_ALL": False, "SHARED": True}
     yield "_paid-shared", Case(kernels.paid, constants | more, dtype, warps, stages, 255, False)
     if paged and not value_dim:
-        yield (
-            "_paid-shared-capped",
-            Case(kernels.paid, constants | more | {"CAP": capped["CAP"]}, dtype, warps, stages, 255, False),
-        )
+        yield "_paid-shared-capped", Case(kernels.paid, constants | more | cap, dtype, warps, stages, 255, False)
 
 
 # Numbers of a head, and query heads for each KV head. transformers has a prompt in one block, vLLM in pages.

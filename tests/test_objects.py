@@ -541,7 +541,7 @@ class Received:
                 yield some
 
     def go_on(self, steps):
-        """Let the loop do what it can."""
+        """Run the event loop for some turns."""
 
         async def turns():
             for _ in range(steps):

@@ -235,15 +235,21 @@ def scores(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> No
         report.line(f"{what}: in all of {BLEND_LAYERS} layers", BLEND_LAYERS * took, "ms", most=2.0)
 
 
+def scattered_in(report: Report, context: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions of scattered rows, and which tokens of the context are there: most, and these rows."""
+    at = torch.randperm(context, device=report.device)[:count].sort().values
+    there = torch.rand(context, device=report.device) < 0.9
+    there[at] = True
+    return at, there
+
+
 def limited(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> None:
     """Attention and scores of scattered rows in layers with a window, a chunk, sinks or a soft cap."""
     ours, name = kernels_of(report.device), str(dtype).removeprefix("torch.")
     context, queries = pages_of(report, sizes, sizes.context, dtype), sizes.heads * sizes.group
     count, reach = min(sizes.rows[0], sizes.context // 2), sizes.context // 5
-    at = torch.randperm(sizes.context, device=report.device)[:count].sort().values
+    at, there = scattered_in(report, sizes.context, count)
     query = torch.randn(count, queries, sizes.dim, device=report.device).to(dtype)
-    there = torch.rand(sizes.context, device=report.device) < 0.9
-    there[at] = True
     plain = LayerAttention(scale=sizes.dim**-0.5)
     kinds = {
         "a window": replace(plain, window=reach),
@@ -253,8 +259,8 @@ def limited(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> N
         "a window and a soft cap": replace(plain, window=reach, soft_cap=1.5),
     }
     for kind, layer in kinds.items():
-        wanted = attention.attend_and_score(query.float(), exact(context), at, layer, there, "max")
         found = ours.attend_and_score(query, context, at, layer, there, "max")
+        wanted = attention.attend_and_score(query.float(), exact(context), at, layer, there, "max")
         for what, one, other in zip(("attention", "scores"), found, wanted, strict=True):
             errors(report, f"{what} with {kind}, {name}", [one], [other], ALLOWED[dtype])
 
@@ -275,9 +281,7 @@ def latent(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> No
     ours.place(parts, turn, slots, pages)
     errors(report, f"place of MLA, {name}", pages[:2], before[:2], ALLOWED[dtype])
     query = torch.randn(count, queries, dim + others, device=report.device).to(dtype)
-    at = torch.randperm(sizes.context, device=report.device)[:count].sort().values
-    there = torch.rand(sizes.context, device=report.device) < 0.9
-    there[at] = True
+    at, there = scattered_in(report, sizes.context, count)
     layer = LayerAttention(scale=(dim + others) ** -0.5, latent=True)
     for what, found, wanted in zip(
         ("attention of MLA", "scores of MLA"),

@@ -659,11 +659,8 @@ class Scheduler:
         if learning.unknown or learning.queued:
             self._ran = self._setup.clock()  # The engine called this method: it is awake and can learn.
             if not self._admission.has_time_to_wait(state, MAX_LEARN_SECONDS):
-                state.note, learning.unknown, learning.queued = (
-                    "the engine had no blocks to learn all documents",
-                    (),
-                    (),
-                )
+                learning.unknown, learning.queued = (), ()
+                state.note = "the engine had no blocks to learn all documents"
                 return True
             fitting = [document for document in learning.unknown if self.engine.fits(document.tokens)]
             learning.unknown = ()

@@ -152,10 +152,10 @@ class Worker:
             return "LoRA is enabled (--enable-lora)"
         try:
             layers = NativeLayers(model, self._config, self._kv_cache_config, caches)
-            if layers.depth != self._pages.layers and self._config.speculative_config is not None:
-                raise UnsupportedModel("its draft model would lack the KV of blended documents")
             if layers.depth != self._pages.layers:
-                raise UnsupportedModel("the engine does not have exactly one KV cache per layer")
+                drafts = self._config.speculative_config is not None
+                why = "its draft model would lack the KV of blended documents"
+                raise UnsupportedModel(why if drafts else "the engine does not have exactly one KV cache per layer")
             vocabulary, blocks = self._config.model_config.get_vocab_size(), self._kv_cache_config.num_blocks
             as_compiled = prove_model(layers, vocabulary, blocks, self._step_tokens, self._streams.load)
             if as_compiled and self._step_tokens >= BLEND_SHARE * MIN_ROWS:
