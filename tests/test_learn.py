@@ -5,14 +5,15 @@ import json
 import os
 import re
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from forked import Forked, command
 from http_stub import http_stub
 from rich.console import Console
 from service_fakes import serving
-from storage_fakes import eventually
 from test_cli import lmc, without_torch
 from test_turn_headers import ADDED, tokenizer_of
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -624,12 +624,9 @@ def test_after_kill_nothing_is_lost_and_nothing_is_learned_twice(tmp_path: Path)
     manifest = tmp_path / "manifest.sqlite"
     words = ["learn", str(tmp_path / "d.jsonl"), "--model", str(MODEL), "--local-disk", str(tmp_path / "disk")]
     words += ["--manifest", str(manifest), "--json"]
-    process = Forked(command, *words)
-    eventually(lambda: len(names_in(manifest)) >= count // 5)
-    process.kill()
-    process.wait()
+    assert Forked(killed_when_learned, count // 5, *words).wait() == -signal.SIGKILL
     before = names_in(manifest)
-    assert count // 5 <= len(before) < count
+    assert len(before) == count // 5
     # What was being written is in "disk/tmp", and the next start removes it.
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "disk/records").rglob("*.safetensors")}
     assert len(written) >= len(before)
@@ -644,11 +641,24 @@ def test_after_kill_nothing_is_lost_and_nothing_is_learned_twice(tmp_path: Path)
     assert lmc("check", tmp_path / "disk")[1].strip().endswith(f"{count} records, 0 problems")
 
 
+def killed_when_learned(count: int, *words: str) -> None:
+    """Run a command, and kill this process when so many documents are in the manifest."""
+    added, real = 0, Manifest.add
+
+    def add(self: Manifest, document: Document, ids: Sequence[str]) -> None:
+        nonlocal added
+        real(self, document, ids)
+        added += 1
+        if added == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Manifest.add = add  # type: ignore[method-assign]
+    command(*words)
+
+
 def names_in(manifest: Path) -> list[str]:
-    address = f"file:{manifest}?mode=ro"
-    with suppress(sqlite3.Error), closing(sqlite3.connect(address, uri=True)) as database:  # It may just be created.
+    with closing(sqlite3.connect(f"file:{manifest}?mode=ro", uri=True)) as database:
         return [name for (name,) in database.execute("SELECT id FROM learned ORDER BY id")]
-    return []
 
 
 def test_a_manifest_tells_texts_and_survives_a_kill_in_a_commit(tmp_path: Path) -> None:
