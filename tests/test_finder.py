@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmc.documents.block_table import _Table
-from lmc.documents.finder import BLOCK, STRIDE, WHOLE, DocumentFinder, FoundRun
+from lmc.documents.finder import BLOCK, STRIDE, WHOLE, DocumentFinder, FoundRun, stored_without_overlaps
 from lmc.documents.finder import _equal as measured
 from lmc.documents.known import KnownDocuments, known_bytes
 from lmc.keys import document_keys
@@ -239,6 +239,33 @@ def test_nothing_is_left_that_a_search_at_every_shift_would_find(dice, count):
             start, stop = max(0, shift), min(len(rest), shift + len(tokens))
             equal = rest[start:stop] == tokens[start - shift : stop - shift]
             assert max(map(len, equal.tobytes().split(b"\0"))) < 64
+
+
+def test_of_runs_that_overlap_stored_ones_are_chosen():
+    dice, asked = random.Random(16), []
+    parts = texts(dice, 3, 100)
+    joined, apart = Text.of([*parts[0].tokens, *parts[1].tokens]), parts[2]
+    finder = knowing([*parts, joined])
+    prompt = [*joined.tokens, 7, *apart.tokens]
+
+    def chosen(stored):
+        def parts_of(runs):
+            asked.append(len(runs))
+            return [run for run in runs if run.document in stored]
+
+        found = stored_without_overlaps(finder.all_runs(prompt), 64, parts_of)
+        return [(run.at, run.document) for run in found]
+
+    assert chosen([*parts, joined]) == [(0, joined), (201, apart)]
+    assert asked == [2], "all that have won are stored"
+    assert chosen(parts) == [(0, parts[0]), (100, parts[1]), (201, apart)]
+    assert asked[1:] == [2, 4]
+    assert chosen([]) == [(0, joined), (201, apart)], "without stored ones, the longest are chosen"
+    asked.clear()
+    prompt = [*parts[0].tokens, 7, *apart.tokens]
+    finder.remove(joined)
+    assert chosen([]) == [(0, parts[0]), (101, apart)]
+    assert not asked, "they do not overlap"
 
 
 def test_known_documents_are_found_in_their_own_namespace_until_they_are_forgotten():

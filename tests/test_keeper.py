@@ -489,6 +489,39 @@ def test_a_removed_document_does_not_come_back_from_the_queue_or_from_a_worker(t
         assert all(places(engine, A))
 
 
+def found_in(engine, prompt):
+    return [(one.span.start, one.span.stop, list(one.known.tokens)) for one in engine.with_known(prompt, ())]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_document_hides_others_only_if_it_is_stored(whole):
+    """Text between marks of a prompt was taken for a document, and hid stored documents until it was learned."""
+    first, second = ([number * 1000 + i for i in range(40)] for number in (1, 2))
+    joined = [*first, *second]
+    with closing(engine_of(slots=10, enable_blending=True)) as engine:
+        learn(engine, first)
+        learn(engine, second)
+        prompt, separate = [1, 2, *joined, 3], [(2, 42, first), (42, 82, second)]
+        together = [(2, 82, joined)]
+        assert found_in(engine, prompt) == separate
+        new = [slot for slot in engine.begin_document(known(engine, first).namespace, joined) if slot]
+        assert found_in(engine, prompt) == separate, "it is being learned"
+        if whole:
+            engine.store.commit(new)
+            assert found_in(engine, prompt) == together
+            lose(engine.store, known(engine, joined).keys[-1])
+            assert found_in(engine, prompt) == together, "a part that is stored is longer than the others"
+            for key in known(engine, joined).keys[-3:]:
+                lose(engine.store, key)
+            assert found_in(engine, prompt) == separate, "what is left of it is shorter than the others"
+        else:
+            for slot in new:
+                engine.store.abort(slot)
+            assert found_in(engine, prompt) == separate, "its learning was cancelled"
+            engine.keeper.remove([known(engine, first), known(engine, second)])
+            assert found_in(engine, prompt) == together, "it is found to be learned again"
+
+
 def test_a_tier_that_is_away_makes_nobody_compute_pinned_documents_again(tmp_path):
     remote = DictTier()
     remote.name, remote.shared = "redis", True

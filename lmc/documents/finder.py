@@ -14,7 +14,8 @@ A document of 400 tokens takes 150 to 280 bytes besides its tokens, and up to 41
 
 import secrets
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import pairwise, zip_longest
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -60,6 +61,29 @@ class FoundRun(NamedTuple, Generic[D]):
         """Whether the run is the whole document, except for tokens that a tokenizer may join with other text."""
         return self.first <= SEAM and self.first + self.tokens >= len(self.document.tokens) - SEAM
 
+    @property
+    def stop(self) -> int:
+        """Where it ends in the prompt."""
+        return self.at + self.tokens
+
+    @property
+    def shift(self) -> int:
+        """Where its document begins in the prompt; negative if that is before the prompt."""
+        return self.at - self.first
+
+    def has(self, part: "FoundRun[D]") -> bool:
+        """Return whether another run is a part of this one."""
+        return (
+            self.document is part.document
+            and self.shift == part.shift
+            and self.at <= part.at
+            and part.stop <= self.stop
+        )
+
+    def is_long_enough(self, min_run: int) -> bool:
+        """Return whether it has `min_run` tokens, or `WHOLE` tokens if it is a whole document."""
+        return self.tokens >= (WHOLE if self.whole else min_run)
+
 
 class DocumentFinder(Generic[D]):
     """The blocks of the documents of one namespace. Not safe for several threads at once.
@@ -69,7 +93,7 @@ class DocumentFinder(Generic[D]):
     """
 
     def __init__(self, used: Callable[[D], float] | None = None) -> None:
-        """Create an empty finder. Of equal runs, that of the document wins that was `used` last, because it is stored.
+        """Create an empty finder. Of equal runs, that of the document wins that was `used` last.
 
         `used` returns the time; without it, the first run wins.
         """
@@ -149,6 +173,10 @@ class DocumentFinder(Generic[D]):
         A run has at least `min_run` tokens, or `WHOLE` tokens if it is a whole document. Longer runs win. The rest of a
         shorter run is returned if it is long enough.
         """
+        return without_overlaps(self.all_runs(tokens, min_run), min_run)
+
+    def all_runs(self, tokens: Sequence[int], min_run: int = 2 * WHOLE) -> list[FoundRun[D]]:
+        """Return the runs of documents in a prompt, which may overlap, longest first. Their length is as for `find`."""
         if not len(self) or len(tokens) < WHOLE:
             return []
         prompt = as_array(tokens)
@@ -171,10 +199,10 @@ class DocumentFinder(Generic[D]):
             if not left:
                 break
             run = _run_around(prompt, document, start, start - shift)
-            runs.append(run)
-            last, end, left = number, run.at + run.tokens, left - 1
-        runs.sort(key=lambda run: (-run.tokens, -self._used(run.document)))
-        return _without_overlaps(runs, len(prompt), min_run)
+            if run.is_long_enough(min_run):
+                runs.append(run)
+            last, end, left = number, run.stop, left - 1
+        return sorted(runs, key=lambda run: (-run.tokens, -self._used(run.document)))
 
     def _places_of(self, document: D, numbers: Array) -> list[int]:
         """Return the places of a document, given the `numbers` of its blocks; none for an unknown document."""
@@ -271,13 +299,37 @@ def _stretches(true: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     return list(zip(starts[long].tolist(), (stops - starts)[long].tolist(), strict=True))
 
 
-def _without_overlaps(runs: list[FoundRun[D]], size: int, min_run: int) -> list[FoundRun[D]]:
+def without_overlaps(runs: Sequence[FoundRun[D]], min_run: int) -> list[FoundRun[D]]:
     """Return runs that do not overlap, in the order of the prompt. Earlier runs of the list win."""
-    free, kept = np.ones(size, np.bool_), list[FoundRun[D]]()
+    free, kept = np.ones(max((run.stop for run in runs), default=0), np.bool_), list[FoundRun[D]]()
     for run in runs:
-        for skip, count in _stretches(free[run.at : run.at + run.tokens]):
+        for skip, count in _stretches(free[run.at : run.stop]):
             rest = FoundRun(run.at + skip, run.document, run.first + skip, count)
-            if count >= (WHOLE if rest.whole else min_run):
+            if rest.is_long_enough(min_run):
                 kept.append(rest)
-                free[rest.at : rest.at + count] = False
+                free[rest.at : rest.stop] = False
     return sorted(kept, key=lambda run: run.at)
+
+
+def stored_without_overlaps(
+    runs: Sequence[FoundRun[D]], min_run: int, stored: Callable[[Sequence[FoundRun[D]]], Sequence[FoundRun[D]]]
+) -> list[FoundRun[D]]:
+    """Return runs that do not overlap, in the order of the prompt. What is stored wins over what is not.
+
+    Among these, longer runs win, and then earlier runs of the list. `stored` returns the parts of runs that are stored.
+    It is called only if runs overlap, and for all of them only if one that has won is not stored.
+    """
+    chosen, in_order = without_overlaps(runs, min_run), sorted(runs, key=lambda run: run.at)
+    if not any(run.stop > later.at for run, later in pairwise(in_order)) or stored(chosen) == chosen:
+        return chosen
+    parts = without_overlaps(sorted(stored(runs), key=lambda run: -run.tokens), min_run)
+    return without_overlaps([*_extended(parts, runs), *runs], min_run)
+
+
+def _extended(parts: Sequence[FoundRun[D]], runs: Sequence[FoundRun[D]]) -> Iterator[FoundRun[D]]:
+    """Yield parts of runs, in the order of the prompt, each extended within its run up to the parts beside it."""
+    stop = 0
+    for part, following in zip_longest(parts, parts[1:]):
+        of = next(run for run in runs if run.has(part))
+        at, stop = max(of.at, stop), min(of.stop, following.at) if following else of.stop
+        yield FoundRun(at, of.document, at - of.shift, stop - at)

@@ -21,7 +21,7 @@ import numpy as np
 
 from lmc.background import Background
 from lmc.documents.by_chunk import DocumentsByChunk
-from lmc.documents.finder import WHOLE, DocumentFinder, FoundRun
+from lmc.documents.finder import WHOLE, DocumentFinder, FoundRun, without_overlaps
 from lmc.documents.table import ALL, DocumentTable, Filter, Ids, Use, id_number
 from lmc.keys import ChunkKey, chunk_bounds
 from lmc.shapes import GIB, KVShape, aligned
@@ -276,10 +276,14 @@ class KnownDocuments:
 
     def find(self, namespace: bytes, tokens: Sequence[int], min_run: int) -> Sequence[FoundRun[KnownDocument]]:
         """Return the runs of a namespace's documents in a prompt; see `DocumentFinder.find`."""
+        return without_overlaps(self.all_runs(namespace, tokens, min_run), min_run)
+
+    def all_runs(self, namespace: bytes, tokens: Sequence[int], min_run: int) -> Sequence[FoundRun[KnownDocument]]:
+        """Return the runs of a namespace's documents in a prompt, which may overlap; see `DocumentFinder.all_runs`."""
         with self._mutex:
             if namespace not in self._finders and namespace not in self._new:
                 return []  # Most tenants may have no documents, and need no finder.
-            return self._finder(namespace).find(tokens, min_run)
+            return self._finder(namespace).all_runs(tokens, min_run)
 
     def prepare(self) -> None:
         """Insert all new documents into the finders now, so that the next prompt does not wait for it."""

@@ -10,10 +10,11 @@ begin_…   slots for new chunks, which the connector fills and commits
 """
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 
 import torch
 
@@ -21,7 +22,7 @@ from lmc.background import Background
 from lmc.blend.segments import Span
 from lmc.config.settings import Settings
 from lmc.copies import settle
-from lmc.documents.finder import SEAM, FoundRun
+from lmc.documents.finder import SEAM, FoundRun, stored_without_overlaps
 from lmc.documents.keeper import DocumentKeeper, Keeper
 from lmc.documents.kept import KeptDocuments
 from lmc.documents.known import KnownDocument, KnownDocuments, document_bytes, document_label, parted_label
@@ -134,12 +135,15 @@ class CacheEngine:
     ) -> tuple[DocumentMatch, ...]:
         """Return the documents of a prompt, and the known documents or parts of them that it has anywhere.
 
-        A document that is known with other tokens at its ends becomes the known one, so that it is stored once.
+        A document that is known with other tokens at its ends becomes the known one, so that it is stored once. Of
+        documents that overlap, stored parts win: a document that is being learned, or whose chunks were evicted, hides
+        no other.
         """
         if not self.settings.finds_known:
             return tuple(documents)
-        namespace = self.namespace(RecordKind.DOCUMENT, salt)
-        found = [self._run(prompt, run) for run in self.known.find(namespace, prompt, self.settings.blend_min_run)]
+        namespace, min_run = self.namespace(RecordKind.DOCUMENT, salt), self.settings.blend_min_run
+        known = stored_without_overlaps(self.known.all_runs(namespace, prompt, min_run), min_run, self._stored)
+        found = [self._run(prompt, run) for run in known]
         by_name = {(one.span, one.pieces[-1].key) for one in documents if one.pieces}
         runs = [run for run in found if (run.span, run.pieces[-1].key) not in by_name]
         by_start, kept = {run.span.start: run for run in runs}, list[DocumentMatch]()
@@ -154,12 +158,34 @@ class CacheEngine:
 
         It is exact only if it begins with the document: otherwise the prompt has other tokens before it.
         """
-        document, size, span = run.document, self.chunk_size, Span(run.at, run.at + run.tokens)
-        start, chunks = run.at - run.first, range(run.first // size, -(-(run.first + run.tokens) // size))
+        document, size, span = run.document, self.chunk_size, Span(run.at, run.stop)
+        start, chunks = run.shift, self._chunks_of(run)
         bounds = [(number * size, min((number + 1) * size, len(document.tokens))) for number in chunks]
         exact = not run.first and self._is_where_learned(prompt, start)
         pieces = self._pieces(start, document.keys[chunks.start : chunks.stop], bounds, exact=exact)
         return DocumentMatch(span=span, pieces=tuple(trim(pieces, span.start, span.stop)), known=document)
+
+    def _chunks_of(self, run: FoundRun[KnownDocument]) -> range:
+        """Return the indices of the document's chunks that have tokens of a run."""
+        return range(run.first // self.chunk_size, -(-(run.first + run.tokens) // self.chunk_size))
+
+    def _stored(self, runs: Sequence[FoundRun[KnownDocument]]) -> list[FoundRun[KnownDocument]]:
+        """Return the parts of runs that are stored. Tiers that other processes share are not queried."""
+        keys = list({run.document.keys[number] for run in runs for number in self._chunks_of(run)})
+        places = self.store.lookup(keys, shared=False)
+        stored = {key for key, place in zip(keys, places, strict=True) if place is not None}
+        return [part for run in runs for part in self._parts_in(run, stored)]
+
+    def _parts_in(
+        self, run: FoundRun[KnownDocument], stored: Collection[ChunkKey]
+    ) -> Iterator[FoundRun[KnownDocument]]:
+        """Yield the parts of a run whose chunks are among these."""
+        keys, size = run.document.keys, self.chunk_size
+        for is_stored, group in groupby(self._chunks_of(run), lambda number: keys[number] in stored):
+            chunks = list(group)
+            first, stop = max(chunks[0] * size, run.first), min((chunks[-1] + 1) * size, run.first + run.tokens)
+            if is_stored:
+                yield FoundRun(run.shift + first, run.document, first, stop - first)
 
     def document_span(self, prompt: Sequence[int]) -> Span:
         """Return the document of a prompt that consists of one document, with or without the tokens of `prefix`."""
