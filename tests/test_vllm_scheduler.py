@@ -45,6 +45,7 @@ from lmc.connectors.vllm.scheduler.admission import MAX_TURN_SECONDS
 from lmc.connectors.vllm.scheduler.idle import MAX_PAUSE_SECONDS
 from lmc.connectors.vllm.scheduler.request_state import Role
 from lmc.connectors.vllm.scheduler.scheduler import MAX_LEARN_SECONDS
+from lmc.documents.finder import DocumentFinder
 from lmc.engine import CacheEngine, DocumentMatch, NewChunk, promotion
 from lmc.engine.identity import adapter_stamp
 from lmc.errors import ConfigError
@@ -1913,6 +1914,15 @@ def test_unknown_documents_are_learned_in_lent_blocks_that_come_back(make):
     lab.settle()
     assert lab.pool.get_num_free_blocks() == free
     assert lab.serve("two", prompt(DOC_B, DOC_A)).loaded == len(prompt(DOC_A, DOC_B))
+
+
+def test_the_next_request_does_not_wait_for_the_finder_to_take_learned_documents(make, monkeypatch):
+    taken, insert = [], DocumentFinder.insert
+    monkeypatch.setattr(DocumentFinder, "insert", lambda self, new: taken.extend(new) or insert(self, new))
+    lab = make(slots=40, longest=2048, blocks=128)
+    run(lab, "one", prompt(LONG, DOC_A))
+    lab.settle()
+    assert [list(document.tokens) for document in taken] == [LONG, DOC_A]
 
 
 def test_nothing_is_learned_while_the_engine_computes_nothing(make):

@@ -311,7 +311,7 @@ class CacheEngine:
         places = dict(zip(keys, self.lookup(keys, elsewhere), strict=True))
         exact = find_run(chain, self.chunk_size, places, lambda keys: self.lookup(keys, elsewhere))
         documents = [
-            replace(document, pieces=tuple(replace(piece, place=places[piece.key]) for piece in document.pieces))
+            replace(document, pieces=tuple(piece.at_place(places[piece.key]) for piece in document.pieces))
             for document in match.documents
         ]
         return replace(match, exact=tuple(exact), documents=tuple(documents))

@@ -35,6 +35,10 @@ class Piece(Placement):
         """Return a piece that uses all tokens of a chunk."""
         return cls(key=key, kind=kind, stored=tokens, at=at, tokens=tokens, first=first, place=place, exact=exact)
 
+    def at_place(self, place: str | None) -> "Piece":
+        """Return the piece with this place."""
+        return self if place == self.place else replace(self, place=place)
+
     @property
     def rows(self) -> slice:
         """The tokens of the chunk that are used."""
@@ -58,7 +62,9 @@ def trim(pieces: Iterable[Piece], start: int, stop: int) -> list[Piece]:
     for piece in pieces:
         skip = max(0, start - piece.at)
         tokens = min(piece.stop, stop) - piece.at - skip
-        if tokens > 0:
+        if tokens == piece.tokens > 0:  # as most are
+            kept.append(piece)
+        elif tokens > 0:
             moved = replace(piece, skip=piece.skip + skip, tokens=tokens, at=piece.at + skip, first=piece.first + skip)
             kept.append(moved)
     return kept

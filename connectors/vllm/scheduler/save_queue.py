@@ -133,6 +133,8 @@ class SaveQueue:
             for of_group in blocks:
                 self._pool.free_blocks(of_group)
             waiting.under_way.discard(document)
+            if not failed:
+                self._engine.known.prepare()  # Otherwise the next request would wait for it.
             given_up = self._idle is not None and self._idle.given_up
             self._idle = None
             if given_up and failed and resets == self.resets:
