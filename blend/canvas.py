@@ -23,12 +23,19 @@ Groups = Sequence[tuple[int, int]]  # starts and ends of groups of rows, ascendi
 class Paged(NamedTuple):
     """Keys and values of one layer in blocks of N tokens, `[B, H, N, D]` each, and the blocks `[b]` of one prompt.
 
-    Without a table, the prompt is in one block. A token's slot is its block × N + its index in the block.
+    Without a table, the prompt is in one block. A token's slot is its block × N + its index in the block. In a
+    quantised cache, the model's keys and values are those in memory times the two `scales`.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     table: torch.Tensor | None = None
+    scales: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def largest(self) -> float:
+        """The largest number that the type of a quantised cache has; 0 if the cache is not quantised."""
+        return torch.finfo(self.keys.dtype).max if self.keys.element_size() == 1 else 0.0
 
     @classmethod
     def of(cls, kv: "KV | Paged") -> "Paged":
@@ -37,7 +44,7 @@ class Paged(NamedTuple):
 
 
 def dense(kv: KV | Paged) -> KV:
-    """Return keys and values `[H, N, D]`, as copies if they are in several blocks."""
+    """Return keys and values `[H, N, D]`, as copies if they are in several blocks. They must not be quantised."""
     if not isinstance(kv, Paged):
         return kv
     if kv.table is None:

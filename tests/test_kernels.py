@@ -106,6 +106,21 @@ def test_a_gpu_has_them_launched_on_itself_whatever_the_current_one_is(monkeypat
     assert all(one.args[0] == second for one in kernels_of(second)[:-1])
 
 
+@pytest.mark.parametrize(
+    ("capability", "plain", "quantised"), [((7, 5), False, False), ((8, 0), True, False), ((8, 9), True, True)]
+)
+def test_those_in_triton_are_for_gpus_that_have_their_types(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], plain: bool, quantised: bool
+) -> None:
+    """No GPU before 8.9 converts numbers of fp8_e4m3."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.delenv("LMC_KERNELS", raising=False)
+    gpu = torch.device("cuda", 0)
+    assert kernels_of(gpu).in_pages is plain
+    assert kernels_of(gpu, quantised=True).in_pages is quantised
+
+
 def test_a_cpu_has_those_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     for choice in ("", "auto", "torch"):

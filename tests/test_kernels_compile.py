@@ -2,7 +2,7 @@
 
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 # An 8B Llama: 8 KV heads of 128 in pages of 16 tokens, each of which 4 query heads read.
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # What programs are compiled to for sm_80 has to run on the smaller GPUs of 8.6, 8.9 and 12.0 as well.
-SHARED = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+SHARED = {80: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
 
 def heads(dim: int) -> dict[str, Any]:
@@ -63,11 +63,14 @@ POINTERS = {
     "parts": "*fp32", "part_sums": "*fp32",
     "inverses": "*fp32", "documents": "*i32", "spans": "*i32",
 }  # fmt: skip
-SCALARS = {"factor": "fp32", "share": "fp32", "limit": "i32"}
+SCALARS = {
+    "factor": "fp32", "share": "fp32", "limit": "i32", "scale": "fp32", "key_scale": "fp32", "value_scale": "fp32"
+}  # fmt: skip
 TENSORS = (  # of the model's dtype
     "query", "keys", "values", "out", "out_keys", "out_values", "stored", "stored_keys", "stored_values", "old_keys",
     "old_values", "sinks",
 )  # fmt: skip
+IN_PAGES = ("keys", "values", "stored_keys", "stored_values", "out_keys", "out_values")  # as they are in the cache
 OF_64_ROWS = {90: "HGMMA", 100: "UTCHMMA"}  # instructions that multiply 64 rows or more, by capability
 STRIDE = re.compile("_(block|head|token|kind)$")
 # Tensors that always begin at a multiple of 16 bytes, so that Triton may compile for that, and why.
@@ -91,6 +94,7 @@ class Case(NamedTuple):
     stages: int
     registers: int  # at most
     products: bool  # of queries and keys, on tensor cores
+    cache: str = ""  # the type of the numbers in a quantised cache
 
 
 def compiled(case: Case, capability: int) -> Any:
@@ -98,7 +102,7 @@ def compiled(case: Case, capability: int) -> Any:
 
     Strides and sizes are divisible by 16, as those of real models are.
     """
-    kernel, constants, dtype, warps, stages, *_ = case
+    kernel, constants, dtype, warps, stages, *_, cache = case
     signature, aligned = {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -106,7 +110,8 @@ def compiled(case: Case, capability: int) -> Any:
             continue
         kind = POINTERS.get(name) or SCALARS.get(name)
         if kind is None:
-            kind = f"*{dtype}" if name in TENSORS else "i64" if name.endswith(("_block", "_kind")) else "i32"
+            held = cache if cache and name in IN_PAGES else dtype
+            kind = f"*{held}" if name in TENSORS else "i64" if name.endswith(("_block", "_kind")) else "i32"
         if kernel.__module__ == shift_triton.__name__ and name == "out":
             kind = "*fp32"
         signature[name] = kind
@@ -152,7 +157,7 @@ OTHERS = (
         kernels.join, {"QUERIES": 32, "D": 128, "WIDE": 128, "BT": FEWEST},
         [{"LOG_SUMS": True}, {"LOG_SUMS": False, "log_sums": None}], 96, False,
     ),
-    (kernels.place, HEADS | HALVES | VALUES | {"BT": 16}, [{}, UNROTATED, LATENT], 128, False),
+    (kernels.place, HEADS | HALVES | VALUES | {"BT": 16, "LARGEST": 0.0}, [{}, UNROTATED, LATENT], 128, False),
     (kernels.gather, HEADS | VALUES | {"BT": 16}, [{}, heads(64) | values(512)], 128, False),
     (kernels.deviation, HEADS | {"BT": 16}, [{}], 128, False),
     (kernels.rotated, HEADS | HALVES | {"BT": 16}, [{}, UNROTATED], 96, False),
@@ -164,7 +169,7 @@ OTHERS = (
     (kernels.invert, {"MOST": 64}, [{}], 255, False),
     (kernels.changes, HEADS | HALVES | VALUES | {"BT": 16}, [{}, UNROTATED, LATENT], 192, False),
     (
-        kernels.correct, HEADS | HALVES | VALUES | {"BT": 32, "MOST": 64},
+        kernels.correct, HEADS | HALVES | VALUES | {"BT": 32, "MOST": 64, "LARGEST": 0.0},
         [
             {}, UNROTATED | {"BT": corrected(128, 128, 0)},
             {"HALF": 32, "PADDED": 32, "BT": corrected(128, 128, 32)}, {"INTERLEAVED": True},
@@ -229,22 +234,42 @@ SHAPES = [
     ("bf16", 64, 16, 512),  # MLA, which has no backend for 4 bytes on GPUs
 ]  # fmt: skip
 IN_ONE_BLOCK = [("bf16", 128, 4), ("bf16", 128, 7), ("bf16", 64, 3), ("fp32", 64, 3)]
+Served = Sequence[tuple[bool, Sequence[tuple[Any, ...]]]]
 # In pages and in one block, by capability. A program is as large for the last two as for those before them.
 EVERY, SERVED = ((True, SHAPES), (False, IN_ONE_BLOCK)), ((True, [SHAPES[0], ("bf16", 64, 8), SHAPES[-1]]),)
 CAPABILITIES = {80: EVERY, 90: EVERY, 100: SERVED, 120: SERVED}
+QUANTISED = 89, 90, 100, 120  # GPUs that convert fp8_e4m3
+
+
+def cases_for(capability: int, served: Served) -> Iterator[tuple[str, Case]]:
+    """Every kernel, and attention of the shapes that are `served`."""
+    for kernel, constants, variants, registers, products in OTHERS:
+        for more in variants:
+            name = f"{kernel.__name__}-{'-'.join(map(str, more.values()))}"
+            warps = 8 if kernel is kernels.correct else 4
+            yield name, Case(kernel, constants | more, "bf16", warps, 3, registers, products)
+    for paged, shapes in served:
+        for shape in shapes:
+            for name, case in attention_cases(capability, *shape, paged=paged):
+                yield f"{name}-{'-'.join(map(str, shape))}{'' if paged else '-in one block'}", case
+
+
+def quantised(case: Case) -> Case:
+    """The same over pages in fp8_e4m3."""
+    largest = {"LARGEST": 448.0} if "LARGEST" in case.constants else {}
+    return case._replace(cache="fp8e4nv", constants=case.constants | largest)
+
+
 CASES = {
-    (capability, f"{kernel.__name__}-{'-'.join(map(str, more.values()))}"):
-        Case(kernel, constants | more, "bf16", 8 if kernel is kernels.correct else 4, 3, registers, products)
-    for capability in CAPABILITIES
-    for kernel, constants, variants, registers, products in OTHERS
-    for more in variants
+    (capability, name): case
+    for capability, served in CAPABILITIES.items()
+    for name, case in cases_for(capability, served)
 } | {
-    (capability, f"{name}-{'-'.join(map(str, shape))}{'' if paged else '-in one block'}"): case
-    for capability, all_shapes in CAPABILITIES.items()
-    for paged, shapes in all_shapes
-    for shape in shapes
-    for name, case in attention_cases(capability, *shape, paged=paged)
-}  # fmt: skip
+    (capability, f"{name}-fp8"): quantised(case)
+    for capability in QUANTISED
+    for name, case in cases_for(capability, SERVED)
+    if set(IN_PAGES).intersection(case.kernel.arg_names) and not case.constants.get("CAP")
+}
 
 
 def shown(capability: int, name: str) -> bool:

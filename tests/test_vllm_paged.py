@@ -9,7 +9,7 @@ import torch
 
 from lmc.blend.kernels.choice import TORCH
 from lmc.connectors.vllm import vllm_api
-from lmc.connectors.vllm.worker.paged import FP8, Pages, TokenAccess, token_access
+from lmc.connectors.vllm.worker.paged import FP8, LatentAccess, Pages, TokenAccess, token_access
 from lmc.errors import UnsupportedModel
 
 L, B, H, N, C = 2, 6, 3, 4, 5
@@ -167,6 +167,31 @@ def test_numbers_of_8_bits_are_those_of_the_model_divided_by_scales(dtype):
         assert torch.allclose(values.float(), 3.7 * raw[..., 8:], rtol=1e-2)
         again = torch.cat(access.quantised((keys, values)), dim=-1)
         assert torch.equal(again.view(torch.uint8), cache.transpose(1, 2).flatten(0, 1))
+        assert access.pages.scales == (0.013, 3.7)
+        assert torch.equal(access.pages.keys.view(torch.uint8), cache[..., :8])
+
+
+def test_a_row_of_latent_attention_has_one_scale():
+    """Its writer is told the type and the scale of the cache."""
+    written = []
+    attention = SimpleNamespace(
+        kv_lora_rank=12, qk_rope_head_dim=4, kv_cache_dtype="fp8", _k_scale=torch.tensor(0.5), _k_scale_float=0.5,
+        impl=SimpleNamespace(do_kv_cache_update=lambda *given: written.extend(given)),
+    )  # fmt: skip
+    cache = torch.zeros(B, N, 16, dtype=torch.uint8)
+    cache.view(torch.float8_e4m3fn).copy_(torch.randn(B, N, 16) * 20)
+    access = LatentAccess(attention, cache, TORCH, torch.bfloat16)
+    rotated, latent = access.gather(torch.arange(B * N))
+    raw = cache.view(torch.float8_e4m3fn).flatten(0, 1).float()
+    assert torch.equal(latent[:, 0].float(), 0.5 * raw[:, :12])
+    assert torch.equal(rotated[:, 0].float(), 0.5 * raw[:, 12:])
+    assert (access.pages.scales, access.shape.token_bytes) == ((0.5, 0.5), 16)
+    again = torch.cat(access.quantised((latent, rotated)), dim=-1)
+    assert torch.equal(again.view(torch.uint8)[:, 0], cache.flatten(0, 1))
+    access.scatter(torch.arange(3), rotated[:3], latent[:3])
+    assert [one.shape for one in written[:2]] == [(3, 12), (3, 1, 4)]
+    assert written[2] is cache
+    assert written[4:] == ["fp8", attention._k_scale]
 
 
 def test_layers_that_share_a_cache_are_copied_once():

@@ -35,7 +35,7 @@ import torch
 from common import parser, prompt_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gpu.interpreter import allow_new_numpy
+from gpu.interpreter import mend_interpreter
 from gpu.kernels import SMOKE, Sizes, kernels, scattered
 from gpu.report import Report
 from gpu.vllm_answers import inside_vllm, parts_inside_vllm
@@ -84,7 +84,7 @@ NEEDED = 'pip install ".[vllm,transformers]" (vLLM 0.30 or later, and lmc, whose
 
 def main() -> None:
     """Measure, print a line for each number, and end with status 1 if one falls short."""
-    allow_new_numpy()
+    mend_interpreter()
     arguments = parser(__doc__, "gpu_accept")
     arguments.add_argument("--smoke", action="store_true")
     arguments.add_argument("--tier", choices=("A", "B"), help="only this one; by default both, if vLLM is installed")

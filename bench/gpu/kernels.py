@@ -23,6 +23,7 @@ from lmc.shapes import GIB, MIB
 
 BLEND_LAYERS = 32
 DENSE = {"cuda": SDPBackend.FLASH_ATTENTION, "cpu": SDPBackend.MATH}  # cuDNN's would be faster, and another one
+EIGHT_BITS = torch.float8_e4m3fn
 ALLOWED = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}  # errors, relative to the largest value
 
 
@@ -87,8 +88,8 @@ def pages_of(report: Report, sizes: Sizes, tokens: int, dtype: torch.dtype, *, h
 
 
 def exact(pages: Paged) -> Paged:
-    """Return copies in float32."""
-    keys, values = (one.to(torch.float32, copy=True) for one in pages[:2])
+    """Return the model's numbers in float32."""
+    keys, values = (one.float() * scale for one, scale in zip(pages[:2], pages.scales, strict=True))
     return Paged(keys, values, pages.table)
 
 
@@ -296,6 +297,53 @@ def latent(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> No
     report.line(f"{count} scattered rows, MLA, {name}", products / took / 1e9 / speed.products, "of products")
 
 
+def quantised(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> None:
+    """Everything over pages in fp8_e4m3, against the model's numbers. What is written may be one number off."""
+    ours, name, count = kernels_of(report.device, quantised=True), str(dtype).removeprefix("torch."), sizes.context
+    report.line("the GPU converts fp8_e4m3; otherwise lmc uses torch", float(ours.in_pages), "")
+    if not ours.in_pages:
+        return
+    scales, most = (0.03, 0.02), 0.13
+    pages = pages_of(report, sizes, count, torch.float32)
+    keys, values = ((half / scale).to(EIGHT_BITS) for half, scale in zip(pages[:2], scales, strict=True))
+    pages = Paged(keys, values, pages.table, scales)
+    before = exact(pages)
+    slots = torch.randperm(count, device=report.device)
+    angles = torch.rand(count, sizes.dim // 2, device=report.device)
+    turn, half = Turn(angles.cos(), angles.sin()), count // 2
+    query = torch.randn(half, sizes.heads * sizes.group, sizes.dim, device=report.device).to(dtype)
+    at, there = scattered_in(report, count, half)
+    score = (at, LayerAttention(scale=sizes.dim**-0.5), there, "max")
+    for what, one, other in zip(
+        ("attention", "scores"),
+        ours.attend_and_score(query, pages, *score),
+        attention.attend_and_score(query.float(), before, *score),
+        strict=True,
+    ):
+        errors(report, f"{what} in 8 bits, {name}", [one], [other], ALLOWED[dtype])
+    examples, others = slots[: MOST_EXAMPLES // 2], slots[MOST_EXAMPLES // 2 :]
+    uploads = Uploads(report.device)
+    spans = Spans.of([len(others)], [len(examples)], uploads)
+    uploads.send()
+    canvas, wanted = OneLayer(pages), OneLayer(before)
+    old = tuple(one.to(dtype) for one in wanted.read(0, examples.flip(0)))
+    back, forth = (Turn(turn.cos[: len(some)], turn.sin[: len(some)]) for some in (examples, others))
+    changes = ours.changes_of(canvas, 0, examples, old, back)
+    true = shift.changes_of(wanted, 0, examples, tuple(one.float() for one in old), back)
+    errors(report, f"changes in 8 bits, {name}", [changes], [true], ALLOWED[torch.float32])
+    found, far = ([one.deviation(of, 0, examples, old[0])] for one, of in ((ours, canvas), (place, wanted)))
+    errors(report, f"deviation in 8 bits, {name}", found, far, ALLOWED[torch.float32])
+    weights = torch.rand(len(others), MOST_EXAMPLES, device=report.device) / MOST_EXAMPLES
+    shift.correct(wanted, 0, others, weights, true, spans, forth)
+    ours.correct(canvas, 0, others, weights, changes, spans, forth)
+    errors(report, f"correct in 8 bits, {name}", exact(pages)[:2], before[:2], most)
+    parts = [tuple(one[:half] for one in place.gather(pages, slots))]
+    place.place([tuple(one.float() * scale for one, scale in zip(parts[0], scales, strict=True))],
+                turn.part(slice(0, half)), slots[half : 2 * half], before)  # fmt: skip
+    ours.place(parts, turn.part(slice(0, half)), slots[half : 2 * half], pages)
+    errors(report, f"place in 8 bits, {name}", exact(pages)[:2], before[:2], most)
+
+
 MEASURED = {
     "moving": moved,
     "layouts": placed,
@@ -303,6 +351,7 @@ MEASURED = {
     "scores": scores,
     "limits": limited,
     "MLA": latent,
+    "8 bits": quantised,
 }
 
 

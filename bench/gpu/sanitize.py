@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gpu.interpreter import allow_new_numpy
+from gpu.interpreter import mend_interpreter
 from gpu.kernels import MEASURED, SMOKE, Sizes, scattered
 from gpu.report import Report
 
@@ -41,7 +41,7 @@ class Untimed:
 
 def main() -> None:
     """Run every kernel."""
-    allow_new_numpy()
+    mend_interpreter()
     os.environ.setdefault("LMC_KERNELS", "triton")  # in Triton's interpreter on a CPU
     cuda = torch.cuda.is_available()
     report = Once(torch.device("cuda" if cuda else "cpu"), not cuda, "small tensors")

@@ -22,7 +22,7 @@ from common import keep, parser
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from gpu.interpreter import allow_new_numpy
+from gpu.interpreter import mend_interpreter
 from gpu.kernels import SMOKE, OneLayer, Sizes, pages_of, spans_of
 from gpu.report import Report
 from lmc.blend.kernels import attention_triton
@@ -278,7 +278,7 @@ class Sweep:
 
 def main() -> None:
     """Measure, and print the fastest tiles."""
-    allow_new_numpy()
+    mend_interpreter()
     arguments = parser(__doc__, "gpu_sweep")
     arguments.add_argument("--seconds", type=float, default=240.0)
     arguments.add_argument("--smoke", action="store_true")

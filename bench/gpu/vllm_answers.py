@@ -22,6 +22,7 @@ from importlib.metadata import entry_points
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from engine import SYSTEM, in_folder, make_model, prompt_of, words
 from engine_probe import Probe, Request
 
@@ -29,7 +30,8 @@ from gpu.report import Report
 from gpu.vllm_times import TINY, Times, graphs, measure_gaps, measure_times
 
 NOISE = 4  # times that two prefills of vLLM alone differ are allowed
-FLOOR = {"bfloat16": 2e-2, "float32": 1e-4}  # A logit of bfloat16 between 2 and 4 has steps of 1.6e-2.
+# A logit of bfloat16 between 2 and 4 has steps of 1.6e-2. Numbers of a cache in fp8 are 6 to 12 % apart.
+FLOOR = {"bfloat16": 2e-2, "float32": 1e-4, "fp8": 0.1}
 CONTROL = 3  # times what is allowed is how much blind reuse has to differ at least
 LIKELIEST = 5  # tokens whose logprobs are compared
 BLIND = {"strategy": "none"}
@@ -49,6 +51,7 @@ class Sizes:
     head_dim: int = 128
     group: int = 4
     dtype: str = "bfloat16"
+    cache: str = "auto"  # the type of the KV cache
     block: int = 16
     eager: bool = False
     documents: int = 8
@@ -101,6 +104,7 @@ class Cases:
             **graphs(0 if sizes.eager else sizes.largest_graph),
             "attention_backend": backend,
             "dtype": sizes.dtype,
+            "kv_cache_dtype": sizes.cache,
             "block_size": sizes.block,
             "enforce_eager": sizes.eager,
             "max_num_batched_tokens": step,
@@ -123,17 +127,22 @@ def parts_inside_vllm(report: Report, *, eager: bool = False) -> dict[str, Calla
         return make_model(folder, sizes.layers, sizes.hidden, sizes.head_dim, sizes.group)
 
     first = sizes.backends[0]
-    return {
+    in_8_bits = replace(sizes, cache="fp8")
+    parts: dict[str, Callable[[str], None]] = {
         "start": lambda folder: started(report, sizes, model_in(folder), first),
         **{
             backend: lambda folder, backend=backend: answers(report, sizes, model_in(folder), backend)
             for backend in sizes.backends
         },
         "compiled": lambda folder: answers_in_large_steps(report, sizes, model_in(folder), first),
+        "fp8": lambda folder: answers_in_8_bits(report, in_8_bits, model_in(folder), sizes.backends[-1]),
         "times": lambda folder: measure_times(report, timed, folder),
         "gaps": lambda folder: measure_gaps(report, timed, folder, timed.batch),
         "small_steps": lambda folder: measure_gaps(report, timed, folder, timed.small_batch),
     }
+    if report.smoke and not torch.cpu._is_avx512_supported():  # vLLM's CPU build has fp8 only there.
+        del parts["fp8"]
+    return parts
 
 
 def inside_vllm(report: Report, parts: Mapping[str, Callable[[str], None]]) -> None:
@@ -186,6 +195,24 @@ def answers(report: Report, sizes: Sizes, model: str, backend: str) -> None:
         Checks(report, backend, engine, cases, wanted, sizes.block).compare_placed(placed)
 
 
+def answers_in_8_bits(report: Report, sizes: Sizes, model: str, backend: str) -> None:
+    """Whether answers are right with a KV cache in fp8, whose kernels read and write other numbers than the model's."""
+    cases, name = Cases(sizes), f"{backend}, fp8"
+    options = cases.options(sizes, backend, sizes.step)
+    wanted = wanted_of(model, sizes, cases, name, options)
+    with engine_with_lmc(model, sizes, options, "auto") as engine:
+        found = engine.setup()
+        print(found["refused"] or "lmc blends")
+        report.line(f"{name}: the self-test passed", float(not found["refused"]), "", least=1)
+        report.line(f"{name}: the kernels are those in Triton", float(found["triton"]), "")
+        checks = Checks(report, name, engine, cases, wanted, sizes.block)
+        checks.exact_hits()
+        checks.blends()
+        placed = checks.placed()
+    with engine_with_lmc(model, sizes, options, "torch") as engine:
+        Checks(report, name, engine, cases, wanted, sizes.block).compare_placed(placed)
+
+
 def answers_in_large_steps(report: Report, sizes: Sizes, model: str, backend: str) -> None:
     """Whether answers are right where documents that are learned, and second passes, go through the compiled model."""
     cases, name = Cases(sizes), f"{backend}, steps of {sizes.large_step}"
@@ -205,7 +232,7 @@ def wanted_of(model: str, sizes: Sizes, cases: "Cases", name: str, options: dict
     """Return what vLLM alone answers with these options, and how much answers may differ from that."""
     with Probe(model, lmc=None, **options) as engine:
         wanted = Wanted(engine, cases)
-    wanted.allowed = max(NOISE * wanted.noise, FLOOR[sizes.dtype])
+    wanted.allowed = max(NOISE * wanted.noise, FLOOR[sizes.dtype if sizes.cache == "auto" else sizes.cache])
     print(f"{name}: two prefills differ by {wanted.noise:.2g}, {wanted.allowed:.2g} is allowed\n", flush=True)
     return wanted
 

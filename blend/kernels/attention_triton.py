@@ -83,6 +83,7 @@ def _step(
     else:
         key = tl.load(here[None, :] + d[:, None], mask=seen[None, :] & (d < D)[:, None], other=0.0)
         value = tl.load(there[:, None] + v[None, :], mask=seen[:, None] & (v < V)[None, :], other=0.0)
+    key, value = key.to(query.dtype), value.to(query.dtype)  # A quantised cache has other numbers than the model.
     logits = tl.dot(query, key, input_precision="tf32x3")
     if latent is not None:
         logits = tl.dot(latent, tl.trans(value), logits, input_precision="tf32x3")
@@ -111,14 +112,14 @@ def _queries(row, tile, tokens, h, BM: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit(**CHANGING)
 def _attend(
-    query, keys, values, table, positions, present, sinks, out, log_sums, tokens, factor, limit,
+    query, keys, values, table, positions, present, sinks, out, log_sums, tokens, factor, value_scale, limit,
     query_token, query_head, key_block, key_head, key_token, value_block, value_head, value_token,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, V: tl.constexpr,
     WIDE_V: tl.constexpr, LATENT: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PAGED: tl.constexpr, PRESENT: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
     LOG_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Attend for BM // GROUP tokens and one KV head; `factor` is the scale of logits to base 2.
+    """Attend for BM // GROUP tokens and one KV head; `factor` is the scale of logits to base 2, with that of the keys.
 
     Programs start in the order of their ids. Programs of the last tokens read most and come first. The heads of the
     same tokens are adjacent. The third program id is the share of the keys, if several programs share them.
@@ -163,7 +164,7 @@ def _attend(
     # (`tests/test_kernels_compile.py`). So they are computed again, with a 0 that the compiler cannot fold.
     t, head, there = _queries(row + tl.minimum(tl.load(positions), 0), tile, tokens, h, BM, GROUP)
     wanted = there[:, None] & (v < V)[None, :]
-    result = sums / total[:, None]
+    result = sums / total[:, None] * value_scale
     at_row = (share.to(tl.int64) * tokens + t)[:, None] * (HEADS * GROUP) + head[:, None]
     tl.store(out + at_row * V + v[None, :], result.to(out.dtype.element_ty), mask=wanted)
     if LOG_SUMS:
@@ -231,6 +232,8 @@ def _paid(
             if LATENT:
                 here = _pages(values, table, j, seen, head, value_block, value_head, value_token, SIZE, PAGED)
                 value = tl.load(here[None, :] + v[:, None], mask=seen[None, :] & (v < V)[:, None], other=0.0)
+                value = value.to(query.dtype.element_ty)
+            key = key.to(query.dtype.element_ty)
             for g in range(GROUP):
                 where = query + t.to(tl.int64)[:, None] * query_token + (h * GROUP + g) * query_head
                 q = tl.load(where + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
@@ -285,7 +288,7 @@ def attend_and_score(
     paid = make(count, dtype=torch.float32, device=query.device)
     _paid[(triton.cdiv(count, keys), triton.cdiv(tokens, some) if shared else 1)](
         query, pages.keys, pages.values, pages.table, positions, present, log_sums, paid,
-        tokens, count, layer.scale * LOG2_E.value, layer.reach,
+        tokens, count, _factor(pages, layer), layer.reach,
         *query.stride()[:2], *pages.keys.stride()[:3], *pages.values.stride()[:3],
         HEADS=heads, GROUP=queries // heads, BT=some, BN=keys, OVER_ALL=over_heads == "max", SHARED=shared,
         num_warps=warps, num_stages=stages, **_sizes(pages, layer), **FUSED,
@@ -324,7 +327,7 @@ def _attended(
         )
     _attend[(heads, tiles, count)](
         query, pages.keys, pages.values, pages.table, positions, present, layer.sinks, parts, sums,
-        tokens, layer.scale * LOG2_E.value, layer.reach,
+        tokens, _factor(pages, layer), pages.scales[1], layer.reach,
         *query.stride()[:2], *pages.keys.stride()[:3], *pages.values.stride()[:3],
         HEADS=heads, GROUP=group, BM=rows, BN=keys, PRESENT=hides,
         SINKS=layer.sinks is not None, LOG_SUMS=sums is not None,
@@ -346,7 +349,12 @@ def _repeated(pages: Paged, query: torch.Tensor, layer: LayerAttention) -> Paged
     if query.shape[1] % heads:
         heads = 1
     keys, values = (half.expand(-1, heads, -1, -1) for half in pages[:2])
-    return Paged(keys, values, pages.table)
+    return pages._replace(keys=keys, values=values)
+
+
+def _factor(pages: Paged, layer: LayerAttention) -> float:
+    """Return the scale of logits to base 2 for the keys in memory. Latent values have the scale of the keys."""
+    return layer.scale * pages.scales[0] * float(LOG2_E.value)
 
 
 def _widest(pages: Paged, layer: LayerAttention) -> int:

@@ -43,32 +43,44 @@ def _pairs(i, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def _difference(new, old, d, mask):
-    """Return the dimensions `d` of rows in float32, minus those of the old rows if `old` is given."""
-    found = tl.load(new[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+def _difference(new, old, d, mask, scale):
+    """Return the dimensions `d` of rows times `scale` in float32, minus those of the old rows if `old` is given."""
+    found = tl.load(new[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32) * scale
     if old is not None:
         found -= tl.load(old[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
     return found
 
 
 @triton.jit
+def _rounded(numbers, kind: tl.constexpr, LARGEST: tl.constexpr):
+    """Return float32 numbers as the `kind` of a cache, whose LARGEST number the others become if it is quantised."""
+    if LARGEST > 0:
+        numbers = tl.minimum(tl.maximum(numbers, -LARGEST), LARGEST)
+    return numbers.to(kind)
+
+
+@triton.jit
 def _rotate(
-    new, old, into, cos, sin, t, there,
+    new, old, into, cos, sin, t, there, scale,
     D: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Store BT rows of keys, minus the old rows if `old` is given. Rotates 2 · HALF dimensions, in float32."""
+    """Store BT rows of keys times `scale`, minus the old rows if `old` is given.
+
+    Rotates 2 · HALF dimensions, in float32.
+    """
     d, i = tl.arange(0, WIDE), tl.arange(0, PADDED)
     first, second = _pairs(i, HALF, INTERLEAVED)
     mask = there[:, None] & (i < HALF)[None, :]
-    a, b = _difference(new, old, first, mask), _difference(new, old, second, mask)
+    a, b = _difference(new, old, first, mask, scale), _difference(new, old, second, mask, scale)
     c = tl.load(cos + t[:, None] * HALF + i[None, :], mask=mask, other=0.0)
     s = tl.load(sin + t[:, None] * HALF + i[None, :], mask=mask, other=0.0)
     kind = into.dtype.element_ty
-    tl.store(into[:, None] + first[None, :], (a * c - b * s).to(kind), mask=mask)
-    tl.store(into[:, None] + second[None, :], (b * c + a * s).to(kind), mask=mask)
+    tl.store(into[:, None] + first[None, :], _rounded(a * c - b * s, kind, LARGEST), mask=mask)
+    tl.store(into[:, None] + second[None, :], _rounded(b * c + a * s, kind, LARGEST), mask=mask)
     if 2 * HALF < D:
         rest = there[:, None] & ((d >= 2 * HALF) & (d < D))[None, :]
-        tl.store(into[:, None] + d[None, :], _difference(new, old, d, rest).to(kind), mask=rest)
+        tl.store(into[:, None] + d[None, :], _rounded(_difference(new, old, d, rest, scale), kind, LARGEST), mask=rest)
 
 
 @triton.jit(**CHANGING)
@@ -76,14 +88,16 @@ def _place(
     stored_keys, stored_values, cos, sin, slots, keys, values, tokens, size,
     key_block, key_head, key_token, value_block, value_head, value_token,
     HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, V: tl.constexpr, WIDE_V: tl.constexpr,
-    HALF: tl.constexpr, PADDED: tl.constexpr, BT: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HALF: tl.constexpr, PADDED: tl.constexpr, BT: tl.constexpr, INTERLEAVED: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Write rows of stored keys `[T, H, D]` and values `[T, H, V]` to their slots."""
+    """Write rows of stored keys `[T, H, D]` and values `[T, H, V]` to their slots; both have the same scales."""
     t, h, v = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1), tl.arange(0, WIDE_V)
     there, wide = t < tokens, t.to(tl.int64)
     row = wide * HEADS + h
     into = _rows(keys, slots, t, there, h, size, key_block, key_head, key_token)
-    _rotate(stored_keys + row * D, None, into, cos, sin, wide, there, D, WIDE, HALF, PADDED, INTERLEAVED)
+    _rotate(
+        stored_keys + row * D, None, into, cos, sin, wide, there, 1.0, D, WIDE, HALF, PADDED, INTERLEAVED, LARGEST
+    )
     whole = there[:, None] & (v < V)[None, :]
     value = tl.load(stored_values + (row * V)[:, None] + v[None, :], mask=whole)
     into = _rows(values, slots, t, there, h, size, value_block, value_head, value_token)
@@ -112,10 +126,10 @@ def _gather(
 
 @triton.jit(**CHANGING)
 def _deviation(
-    stored, slots, keys, changed, tokens, size, stored_token, stored_head, key_block, key_head, key_token,
+    stored, slots, keys, changed, tokens, scale, size, stored_token, stored_head, key_block, key_head, key_token,
     HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Sum the squares of changes over the heads and dimensions, for BT tokens."""
+    """Sum the squares of changes over the heads and dimensions, for BT tokens; `scale` is that of the `keys`."""
     t, d = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, WIDE)
     there = t < tokens
     mask = there[:, None] & (d < D)[None, :]
@@ -126,14 +140,14 @@ def _deviation(
         )
         row = _rows(keys, slots, t, there, h, size, key_block, key_head, key_token)
         now = tl.load(row[:, None] + d[None, :], mask=mask, other=0.0)
-        change = now.to(tl.float32) - before.to(tl.float32)
+        change = now.to(tl.float32) * scale - before.to(tl.float32)
         far += tl.sum(change * change, 1)
     tl.store(changed + t, far, mask=there)
 
 
 def place(parts: Sequence[KV], turn: Turn, slots: torch.Tensor, into: Paged) -> None:
     """See `lmc.blend.kernels.place.place`. Several parts are first staged, then placed in one launch."""
-    keys, values, _ = into
+    keys, values = into.keys, into.values
     heads, size = keys.shape[1:3]
     if not len(slots):
         return
@@ -144,7 +158,7 @@ def place(parts: Sequence[KV], turn: Turn, slots: torch.Tensor, into: Paged) -> 
         stage(parts, stored)
     _place[(triton.cdiv(len(slots), TOKENS), heads)](
         *stored, *rows_of(turn), slots, keys, values, len(slots), size, *keys.stride()[:3], *values.stride()[:3],
-        BT=TOKENS, num_warps=4, **value_sizes(values), **rotating(keys, turn),
+        BT=TOKENS, LARGEST=into.largest, num_warps=4, **value_sizes(values), **rotating(keys, turn),
     )  # fmt: skip
 
 
@@ -214,7 +228,7 @@ def _copies(parts: Sequence[KV], whole: KV, firsts: Addresses) -> Copies:
 
 def gather(source: Paged, slots: torch.Tensor) -> KV:
     """See `lmc.blend.kernels.place.gather`."""
-    keys, values, _ = source
+    keys, values = source.keys, source.values
     heads, size, dim = keys.shape[1:]
     out = _rows_for(source, len(slots))
     if len(slots):
@@ -227,12 +241,12 @@ def gather(source: Paged, slots: torch.Tensor) -> KV:
 
 def deviation(canvas: Canvas[R], layer: int, slots: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     """See `lmc.blend.kernels.place.deviation`."""
-    keys, count = canvas.paged(layer).keys, len(slots)
-    heads, size, dim = keys.shape[1:]
+    pages, count = canvas.paged(layer), len(slots)
+    keys, (heads, size, dim) = pages.keys, pages.keys.shape[1:]
     changed = torch.empty(count, dtype=torch.float32, device=keys.device)
     if count:
         _deviation[(triton.cdiv(count, TOKENS),)](
-            stored, slots, keys, changed, count, size, *stored.stride()[:2], *keys.stride()[:3],
+            stored, slots, keys, changed, count, pages.scales[0], size, *stored.stride()[:2], *keys.stride()[:3],
             HEADS=heads, D=dim, WIDE=padded(dim), BT=TOKENS, num_warps=4, **FUSED,
         )  # fmt: skip
     return changed

@@ -4,13 +4,14 @@ import torch
 import triton
 import triton.language as tl
 
-from lmc.blend.canvas import KV, Canvas, R
+from lmc.blend.canvas import KV, Canvas, Paged, R
 from lmc.blend.kernels.place_triton import (
     CHANGING,
     FUSED,
     _difference,
     _pairs,
     _rotate,
+    _rounded,
     _rows,
     padded,
     rotating,
@@ -27,16 +28,16 @@ BLOCK = 32  # dimensions per program of `_mean`, and per step of `_alike`
 
 @triton.jit(**CHANGING)
 def _rotated(
-    out, cos, sin, slots, keys, tokens, size, key_block, key_head, key_token,
+    out, cos, sin, slots, keys, tokens, scale, size, key_block, key_head, key_token,
     HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr,
     PADDED: tl.constexpr, BT: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Store the rotated keys of BT tokens and one head in `out [T, H, D]`."""
+    """Store the rotated keys of BT tokens and one head, times `scale`, in `out [T, H, D]`."""
     t, h = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1)
     there, wide = t < tokens, t.to(tl.int64)
     source = _rows(keys, slots, t, there, h, size, key_block, key_head, key_token)
     into = out + (wide * HEADS + h) * D
-    _rotate(source, None, into, cos, sin, wide, there, D, WIDE, HALF, PADDED, INTERLEAVED)
+    _rotate(source, None, into, cos, sin, wide, there, scale, D, WIDE, HALF, PADDED, INTERLEAVED, 0)
 
 
 @triton.jit(**CHANGING)
@@ -114,7 +115,7 @@ def _invert(inverses, MOST: tl.constexpr):
 
 @triton.jit(**CHANGING)
 def _changes(
-    out, old_keys, old_values, cos, sin, slots, keys, values, tokens, share, size,
+    out, old_keys, old_values, cos, sin, slots, keys, values, tokens, share, key_scale, value_scale, size,
     old_key_token, old_key_head, old_value_token, old_value_head,
     key_block, key_head, key_token, value_block, value_head, value_token,
     HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, V: tl.constexpr, WIDE_V: tl.constexpr,
@@ -129,11 +130,11 @@ def _changes(
     now = _rows(keys, slots, t, there, h, size, key_block, key_head, key_token)
     old = old_keys + wide * old_key_token + h * old_key_head
     row = out + wide * (HEADS * (D + V))
-    _rotate(now, old, row + h * D, cos, sin, wide, there, D, WIDE, HALF, PADDED, INTERLEAVED)
+    _rotate(now, old, row + h * D, cos, sin, wide, there, key_scale, D, WIDE, HALF, PADDED, INTERLEAVED, 0)
     now = _rows(values, slots, t, there, h, size, value_block, value_head, value_token)
     old = old_values + wide * old_value_token + h * old_value_head
     whole, into = there[:, None] & (v < V)[None, :], row + HEADS * D + h * V
-    tl.store(into[:, None] + v[None, :], _difference(now, old, v, whole) * share, mask=whole)
+    tl.store(into[:, None] + v[None, :], _difference(now, old, v, whole, value_scale) * share, mask=whole)
 
 
 @triton.jit
@@ -144,19 +145,20 @@ def _summed(weights, changes, e, known, d, wanted):
 
 
 @triton.jit
-def _add(into, d, more, mask):
+def _add(into, d, more, mask, scale, LARGEST: tl.constexpr):
+    """Add `more` to the dimensions `d` of rows; `scale` is that of the rows."""
     where = into[:, None] + d[None, :]
     before = tl.load(where, mask=mask, other=0.0)
-    tl.store(where, (before.to(tl.float32) + more).to(before.dtype), mask=mask)
+    tl.store(where, _rounded(before.to(tl.float32) + more / scale, before.dtype, LARGEST), mask=mask)
 
 
 @triton.jit(**CHANGING)
 def _correct(
-    weights, changes, tiles, cos, sin, slots, keys, values, size,
+    weights, changes, tiles, cos, sin, slots, keys, values, key_scale, value_scale, size,
     key_block, key_head, key_token, value_block, value_head, value_token,
     HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, V: tl.constexpr, WIDE_V: tl.constexpr,
     HALF: tl.constexpr, PADDED: tl.constexpr, MOST: tl.constexpr, BT: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Correct BT tokens of one tile in one head. The third program id selects the BT tokens in the tile."""
     h, d, i, m = tl.program_id(1), tl.arange(0, WIDE), tl.arange(0, PADDED), tl.arange(0, MOST)
@@ -172,24 +174,26 @@ def _correct(
     c = tl.load(cos + wide[:, None] * HALF + i[None, :], mask=half, other=0.0)
     s = tl.load(sin + wide[:, None] * HALF + i[None, :], mask=half, other=0.0)
     into = _rows(keys, slots, t, there, h, size, key_block, key_head, key_token)
-    _add(into, first, a * c - b * s, half)
-    _add(into, second, b * c + a * s, half)
+    _add(into, first, a * c - b * s, half, key_scale, LARGEST)
+    _add(into, second, b * c + a * s, half, key_scale, LARGEST)
     if 2 * HALF < D:
         rest = (d >= 2 * HALF) & (d < D)
-        _add(into, d, _summed(own, changes, e, known, d, rest), there[:, None] & rest[None, :])
+        _add(into, d, _summed(own, changes, e, known, d, rest), there[:, None] & rest[None, :], key_scale, LARGEST)
     into = _rows(values, slots, t, there, h, size, value_block, value_head, value_token)
     e += HEADS * D + h * (V - D)
     for begin in range(0, V, WIDE_V):
         v = begin + tl.arange(0, WIDE_V)
-        _add(into, v, _summed(own, changes, e, known, v, v < V), there[:, None] & (v < V)[None, :])
+        more, mask = _summed(own, changes, e, known, v, v < V), there[:, None] & (v < V)[None, :]
+        _add(into, v, more, mask, value_scale, LARGEST)
 
 
 def weights_of(
     canvas: Canvas[R], layer: int, stored: torch.Tensor, slots: torch.Tensor, turns: tuple[Turn, Turn], spans: Spans
 ) -> torch.Tensor:
     """See `lmc.blend.kernels.shift.weights_of`. Stored keys are treated as pages of one token each."""
-    known = _rotated_keys(canvas, stored[:, :, None], torch.arange(len(stored), device=stored.device), turns[0])
-    asked = _rotated_keys(canvas, canvas.paged(layer).keys, slots, turns[1])
+    apart, pages = stored[:, :, None], canvas.paged(layer)
+    known = _rotated_keys(Paged(apart, apart), torch.arange(len(stored), device=stored.device), turns[0])
+    asked = _rotated_keys(pages, slots, turns[1])
     documents, dims = len(spans.documents), known.shape[1]
     means, weights = known.new_empty(documents, dims), known.new_empty(len(slots), MOST_EXAMPLES)
     own = known.new_empty(documents, MOST_EXAMPLES, MOST_EXAMPLES)
@@ -206,12 +210,12 @@ def invert(matrices: torch.Tensor) -> None:
     _invert[(len(matrices),)](matrices, MOST=MOST_EXAMPLES, num_warps=4, **FUSED)
 
 
-def _rotated_keys(canvas: Canvas[R], keys: torch.Tensor, slots: torch.Tensor, turn: Turn) -> torch.Tensor:
-    """Return the rotated keys of `[B, H, N, D]` at `slots [T]`, in float32 `[T, H · D]`."""
-    _, heads, size, dim = keys.shape
+def _rotated_keys(pages: Paged, slots: torch.Tensor, turn: Turn) -> torch.Tensor:
+    """Return the rotated keys at `slots [T]`, in float32 `[T, H · D]`."""
+    keys, (heads, size, dim) = pages.keys, pages.keys.shape[1:]
     out = torch.empty(len(slots), heads * dim, dtype=torch.float32, device=keys.device)
     _rotated[(triton.cdiv(len(slots), TOKENS), heads)](
-        out, *rows_of(turn), slots, keys, len(slots), size, *keys.stride()[:3],
+        out, *rows_of(turn), slots, keys, len(slots), pages.scales[0], size, *keys.stride()[:3],
         BT=TOKENS, num_warps=4, **rotating(keys, turn),
     )  # fmt: skip
     return out
@@ -219,12 +223,12 @@ def _rotated_keys(canvas: Canvas[R], keys: torch.Tensor, slots: torch.Tensor, tu
 
 def changes_of(canvas: Canvas[R], layer: int, slots: torch.Tensor, stored: KV, turn: Turn) -> torch.Tensor:
     """See `lmc.blend.kernels.shift.changes_of`."""
-    keys, values, _ = canvas.paged(layer)
-    _, heads, size, dim = keys.shape
+    pages = canvas.paged(layer)
+    keys, values, (heads, size, dim) = pages.keys, pages.values, pages.keys.shape[1:]
     numbers = heads * (dim + values.shape[3])
     out = torch.empty(len(slots), numbers, dtype=torch.float32, device=keys.device)
     _changes[(triton.cdiv(len(slots), TOKENS), heads)](
-        out, *stored, *rows_of(turn), slots, keys, values, len(slots), VALUE_SHARE, size,
+        out, *stored, *rows_of(turn), slots, keys, values, len(slots), VALUE_SHARE, *pages.scales, size,
         *stored[0].stride()[:2], *stored[1].stride()[:2], *keys.stride()[:3], *values.stride()[:3],
         BT=TOKENS, num_warps=4, **value_sizes(values), **rotating(keys, turn),
     )  # fmt: skip
@@ -241,14 +245,14 @@ def correct(
     turn: Turn,
 ) -> None:
     """See `lmc.blend.kernels.shift.correct`."""
-    keys, values, _ = canvas.paged(layer)
-    _, heads, size, dim = keys.shape
+    pages = canvas.paged(layer)
+    keys, values, (heads, size, dim) = pages.keys, pages.values, pages.keys.shape[1:]
     wide = corrected_values(values.shape[3])
     together = corrected(dim, values.shape[3], turn.cos.shape[1])
     _correct[(len(spans.tiles), heads, TILE // together)](
-        weights, changes, spans.tiles, *rows_of(turn), slots, keys, values, size,
+        weights, changes, spans.tiles, *rows_of(turn), slots, keys, values, *pages.scales, size,
         *keys.stride()[:3], *values.stride()[:3],
-        MOST=MOST_EXAMPLES, BT=together, num_warps=8, **wide, **rotating(keys, turn),
+        MOST=MOST_EXAMPLES, BT=together, LARGEST=pages.largest, num_warps=8, **wide, **rotating(keys, turn),
     )  # fmt: skip
 
 

@@ -115,8 +115,12 @@ class PagedCanvas:
         self.kernels.place(parts, self._turns[layer], slots, into)
 
     def _stored_in(self, layer: int) -> list[KV]:
-        """Return the stored keys and values `[T, H, D]` of a layer, for each document."""
-        return [self._layers.access[layer].dequantised(part) for part in self._parts.of(layer)]
+        """Return the stored keys and values `[T, H, D]` of a layer, for each document, as `place` takes them.
+
+        Kernels that write pages directly take them as they are stored, which is as they are in the pages.
+        """
+        parts = self._parts.of(layer)
+        return parts if self.kernels.in_pages else [self._layers.access[layer].dequantised(part) for part in parts]
 
     def begin(self, positions: torch.Tensor, *, through: bool = False, together: Groups = ()) -> PagedRows:
         """Return rows before layer 0, with the metadata that the attention backend needs."""

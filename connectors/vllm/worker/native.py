@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lmc.blend.canvas import KV, Attention, EndOfLayer, Groups, Paged, only_writes, writes_and_attends
-from lmc.blend.kernels.choice import TORCH, kernels_of
+from lmc.blend.kernels.choice import kernels_of
 from lmc.blend.layer_attention import LayerAttention, absorbed
 from lmc.blend.rope import UNROTATED, Rotation, check_rope
 from lmc.connectors.vllm import vllm_api
@@ -97,7 +97,7 @@ class NativeLayers:
             raise UnsupportedModel("its layers have kernels with blocks of different sizes")
         (self._ratio,) = ratios
         quantised = any(caches[one.layer_name].dtype.itemsize == 1 for one in self.attention)
-        kernels = TORCH if quantised else kernels_of(self.device)  # Those in Triton take no numbers of 8 bits.
+        kernels = kernels_of(self.device, quantised=quantised)
         self.computes: torch.dtype = config.model_config.dtype
         self.access = [token_access(one, caches[one.layer_name], kernels, self.computes) for one in self.attention]
         self.kernels = self.access[0].kernels

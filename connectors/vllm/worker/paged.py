@@ -218,7 +218,7 @@ class TokenAccess:
         self.kernels, self.dtype, self.computes = kernels, cache.dtype, computes
         keys, values = self._keys_and_values(cache)
         self.kv_heads, self.head_dim, self.value_dim = keys.shape[1], keys.shape[3], values.shape[3]
-        self.pages = Paged(keys, values, torch.empty(0, dtype=torch.int32))  # without the blocks of a prompt
+        self._pages = Paged(keys, values, torch.empty(0, dtype=torch.int32))
 
     def _keys_and_values(self, cache: torch.Tensor) -> Rows:
         """Return the keys and values `[B, H, N, D]` in a cache."""
@@ -227,6 +227,11 @@ class TokenAccess:
             raise UnsupportedModel("its KV cache does not store a key and a value for each head and token")
         keys, values = cache.split(size, dim=-1)
         return keys, values
+
+    @property
+    def pages(self) -> Paged:
+        """The pages of all prompts, without the blocks of one."""
+        return self._pages._replace(scales=self._scales) if self._is_quantised else self._pages
 
     @property
     def shape(self) -> KVShape:
@@ -240,7 +245,7 @@ class TokenAccess:
 
     def dequantised(self, stored: Rows) -> Rows:
         """Return stored keys and values, which may be in host memory, as those of the model."""
-        if self.dtype.itemsize > 1:
+        if not self._is_quantised:
             return stored
         halves = (half.to(self._cache.device, non_blocking=True) for half in stored)
         keys, values = (half.to(self.computes) * scale for half, scale in zip(halves, self._scales, strict=True))
@@ -248,10 +253,14 @@ class TokenAccess:
 
     def quantised(self, rows: Rows) -> Rows:
         """Return keys and values of the model as they are stored."""
-        if self.dtype.itemsize > 1:
+        if not self._is_quantised:
             return rows
         keys, values = ((half / scale).to(self.dtype) for half, scale in zip(rows, self._scales, strict=True))
         return keys, values
+
+    @property
+    def _is_quantised(self) -> bool:
+        return self.dtype.itemsize == 1
 
     @property
     def _scales(self) -> tuple[float, float]:
@@ -263,7 +272,7 @@ class TokenAccess:
 
     def tokens_of(self, blocks: torch.Tensor, tokens: int) -> Rows:
         """Return copies of the keys and values `[H, T, D]` of the first `tokens` tokens in kernel blocks `[B]`."""
-        keys, values = (half[blocks].transpose(0, 1).flatten(1, 2)[:, :tokens] for half in self.pages[:2])
+        keys, values = (half[blocks].transpose(0, 1).flatten(1, 2)[:, :tokens] for half in self._pages[:2])
         return self.dequantised((keys, values))
 
     def scatter(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -310,9 +319,7 @@ class LatentAccess(TokenAccess):
     """
 
     def __init__(self, attention: Any, cache: torch.Tensor, kernels: Kernels, computes: torch.dtype) -> None:
-        """Prepare the access. Raises `UnsupportedModel` if rows have anything else, or are quantised."""
-        if quantised_type(attention, cache):
-            raise UnsupportedModel("its KV cache is quantised, and it has MLA")
+        """Prepare the access. Raises `UnsupportedModel` if rows have anything else."""
         super().__init__(attention, cache.squeeze(1) if cache.dim() == 4 else cache, kernels, computes)
 
     def _keys_and_values(self, cache: torch.Tensor) -> Rows:
@@ -322,6 +329,11 @@ class LatentAccess(TokenAccess):
             raise UnsupportedModel("its KV cache does not store a latent vector and a rotated key for each token")
         latent, rotated = cache[:, None].split(sizes, dim=-1)
         return rotated, latent
+
+    @property
+    def _scales(self) -> tuple[float, float]:
+        scale = float(self._attention._k_scale_float)  # of the whole row
+        return scale, scale
 
     def scatter(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """See `TokenAccess.scatter`."""
