@@ -411,8 +411,12 @@ def tile(
         kind = "heads of 256"
     elif not limited and triton.cdiv(tokens * group, many) * heads >= tuning.many:
         kind = "many rows"
+    elif hides:
+        kind = "few rows, hidden tokens"
+    elif wide > 64:
+        kind = "few rows, window" if limited else "few rows"
     else:
-        kind = "few rows, hidden tokens" if hides else "few rows, window" if limited else "few rows"
+        kind = "few rows, heads of 64, window" if limited else "few rows, heads of 64"
     found = tuning.tiles[kind]
     return found._replace(rows=max(found.rows, triton.next_power_of_2(group)))
 
@@ -424,7 +428,9 @@ def scored(tuning: Tuning, dim: int, itemsize: int) -> Tile:
         return tuning.tiles["scores, wider heads"]
     if itemsize > 2:
         return tuning.tiles["scores, float32" if wide <= 128 else "scores, float32, heads of 256"]
-    return tuning.tiles["scores" if wide <= 128 else "scores, heads of 256"]
+    if wide > 128:
+        return tuning.tiles["scores, heads of 256"]
+    return tuning.tiles["scores" if wide > 64 else "scores, heads of 64"]
 
 
 def _size(pages: Paged) -> int:

@@ -198,10 +198,14 @@ def weights_of(
     means, weights = known.new_empty(documents, dims), known.new_empty(len(slots), MOST_EXAMPLES)
     own = known.new_empty(documents, MOST_EXAMPLES, MOST_EXAMPLES)
     _mean[(documents, triton.cdiv(dims, BLOCK))](means, asked, spans.documents, DIMS=dims, BT=TILE, BD=BLOCK, **FUSED)
-    sizes = {"DIMS": dims, "MOST": MOST_EXAMPLES, "BD": BLOCK, "SHARED": SHARED, "num_warps": 4, **FUSED}
-    _alike[(documents,)](own, known, known, means, own, spans.documents, BT=MOST_EXAMPLES, OWN=True, **sizes)
+    sizes = {"DIMS": dims, "MOST": MOST_EXAMPLES, "BD": BLOCK, "SHARED": SHARED, **FUSED}
+    _alike[(documents,)](  # With 4 warps, it spills registers on sm_120 in Triton 3.6.
+        own, known, known, means, own, spans.documents, BT=MOST_EXAMPLES, OWN=True, num_warps=8, **sizes
+    )
     invert(own)
-    _alike[(len(spans.tiles),)](weights, asked, known, means, own, spans.tiles, BT=TILE, OWN=False, **sizes)
+    _alike[(len(spans.tiles),)](
+        weights, asked, known, means, own, spans.tiles, BT=TILE, OWN=False, num_warps=4, **sizes
+    )
     return weights
 
 

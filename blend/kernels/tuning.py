@@ -15,6 +15,8 @@ Kind = Literal[
     "few rows",
     "few rows, window",
     "few rows, hidden tokens",
+    "few rows, heads of 64",
+    "few rows, heads of 64, window",
     "heads of 256",
     "heads of 512",
     "heads of 512, window",
@@ -23,6 +25,7 @@ Kind = Literal[
     "float32, heads of 64",
     "float32",
     "scores",
+    "scores, heads of 64",
     "scores, heads of 256",
     "scores, wider heads",
     "scores, float32",
@@ -70,14 +73,17 @@ AMPERE = Tuning(
         "few rows": Tile(64, 64, 4),
         "few rows, window": Tile(64, 32, 4),  # for the same reason
         "few rows, hidden tokens": Tile(64, 32, 4),
+        "few rows, heads of 64": Tile(64, 64, 4),
+        "few rows, heads of 64, window": Tile(64, 32, 4),
         "heads of 256": Tile(64, 32, 8),
         "heads of 512": Tile(32, 16, 8),
-        "heads of 512, window": Tile(16, 16, 8),
+        "heads of 512, window": Tile(16, 16, 4),  # With 8 warps, it spills registers in Triton 3.9.
         "latent": Tile(64, 16, 8),
         "latent, hidden tokens": Tile(32, 16, 8),
         "float32, heads of 64": Tile(32, 16, 4),
         "float32": Tile(16, 16, 8),
         "scores": Tile(64, 64, 4),
+        "scores, heads of 64": Tile(64, 64, 4),
         "scores, heads of 256": Tile(64, 16, 4),
         "scores, wider heads": Tile(16, 32, 8),
         "scores, float32": Tile(16, 32, 4, stages=1),  # With more warps or stages, it spills registers in Triton 3.8.
@@ -87,15 +93,38 @@ AMPERE = Tuning(
 # One program of "many rows" fits into a multiprocessor, which has room for a third buffer of keys and values.
 HOPPER = AMPERE._replace(
     programs=4 * 132,
-    tiles={**AMPERE.tiles, "many rows": Tile(128, 64, 8, stages=5), "few rows, window": Tile(64, 64, 4)},
+    tiles={
+        **AMPERE.tiles,
+        "many rows": Tile(128, 64, 8, stages=5),
+        "few rows, window": Tile(64, 64, 4),
+        "few rows, heads of 64, window": Tile(64, 64, 4),
+    },
+)
+# With 32 keys, hidden tokens spill registers in Triton 3.6, because the assembler limits a thread to 128 registers.
+BLACKWELL = HOPPER._replace(tiles={**HOPPER.tiles, "few rows, hidden tokens": Tile(64, 64, 4)})
+# Consumer Blackwell has the shared memory of Ampere, but its code needs more registers for the same tile: each tile of
+# Ampere that spills in Triton 3.6 or 3.9 has more warps or fewer rows here. Programs for heads of 64 keep 4 warps,
+# because 8 warps would compute each product of 64 rows twice.
+CONSUMER_BLACKWELL = AMPERE._replace(
+    tiles={
+        **AMPERE.tiles,
+        "few rows": Tile(64, 64, 8),
+        "few rows, window": Tile(64, 64, 8),
+        "latent": Tile(32, 32, 8),
+        "scores": Tile(32, 64, 4),
+        "scores, heads of 64": Tile(64, 64, 8),
+    },
 )
 
 
 @cache
 def tuning_for(capability: int) -> Tuning:
-    """Return the numbers for a compute capability (90 for 9.0). Those of 8.6, 8.9 and 12.0 have as little shared memory
-    as Ampere."""
-    return HOPPER if 90 <= capability < 120 else AMPERE
+    """Return the numbers for a compute capability (90 for 9.0). GPUs of 8.6 and 8.9 have those of 8.0."""
+    if capability >= 120:
+        return CONSUMER_BLACKWELL
+    if capability >= 100:
+        return BLACKWELL
+    return HOPPER if capability >= 90 else AMPERE
 
 
 @cache

@@ -10,7 +10,7 @@ from pages import LAYOUTS, TOLERANCE, as_dense, latent_pages, pages_of
 from lmc.blend.canvas import Paged
 from lmc.blend.kernels import attention, attention_triton
 from lmc.blend.kernels.attention_triton import tile
-from lmc.blend.kernels.tuning import HOPPER
+from lmc.blend.kernels.tuning import HOPPER, tuning_for
 from lmc.blend.layer_attention import LayerAttention
 
 SHAPES = [  # KV heads, query heads of each, head dim, tokens of a block
@@ -229,6 +229,15 @@ def test_a_program_is_smaller_where_there_are_few():
     assert tile(HOPPER, 300, 8, 4, 128, 2, hides=False) == (64, 64, 4, 3)
     assert tile(HOPPER, 300, 8, 4, 128, 2, hides=True) == (64, 32, 4, 3)
     assert tile(HOPPER, 6000, 8, 4, 128, 2, hides=True) == (128, 64, 8, 5)
+
+
+def test_consumer_blackwell_has_more_warps_except_for_heads_of_64():
+    tuning = tuning_for(120)
+    for limited in (False, True):
+        assert tile(tuning, 300, 8, 4, 128, 2, hides=False, limited=limited) == (64, 64, 8, 3)
+        small = tile(tuning, 300, 8, 8, 64, 2, hides=False, limited=limited)
+        assert small == tile(tuning_for(80), 300, 8, 8, 64, 2, hides=False, limited=limited)
+        assert small.warps == 4
 
 
 LARGE = [(group, dim, dtype) for group, dim in ((4, 256), (32, 128), (71, 64)) for dtype in TOLERANCE]
