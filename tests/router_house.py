@@ -51,7 +51,7 @@ def served(application: Any, *, lifespan: bool = False, port: int = 0, http: Any
     config = uvicorn.Config(
         application, http=http, log_level="critical", access_log=False,
         lifespan="on" if lifespan else "off", loop="asyncio",
-        timeout_graceful_shutdown=1, server_header=False, date_header=False,
+        timeout_graceful_shutdown=1, timeout_keep_alive=int(2 * SECONDS), server_header=False, date_header=False,
     )  # fmt: skip
     listening, server, loops = socket.create_server(("127.0.0.1", port)), uvicorn.Server(config), []
     ready = threading.Event()
