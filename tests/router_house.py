@@ -4,7 +4,8 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPResponse
@@ -123,15 +124,22 @@ class House:
 
 
 @contextmanager
-def house(count: int = 2, policy: str = "documents", options: Any = None, **settings: Any) -> Iterator[House]:
-    """A router and echo engines."""
+def house(
+    count: int = 2,
+    policy: str = "documents",
+    options: Any = None,
+    clock: Callable[[], float] = time.monotonic,
+    **settings: Any,
+) -> Iterator[House]:
+    """A router and echo engines. The clock is that of the engines' breakers, for requests only."""
     with ExitStack() as opened:
         engines = [opened.enter_context(served(EchoEngine())) for _ in range(count)]
-        known = Engines()
+        known = Engines(clock=clock)
         for one in engines:
             known.add(address(one.url))
         application = Router(RouterSettings(**settings), make(policy, **(options or {})), known)
         router = opened.enter_context(served(application, lifespan=True, http=bounded_protocol()))
+        application.proxy._clock = clock
         built = House(router, engines, known)
         try:
             yield built

@@ -11,12 +11,12 @@ import pytest
 from echo_engine import EchoEngine
 from rich.console import Console
 from router_house import SECONDS, house, served
-from storage_fakes import eventually
+from storage_fakes import Clock, eventually
 
 from lmc.blend.markers import Markers
 from lmc.commands.top import complete, top
 from lmc.router.cut import MAX_CHARACTERS
-from lmc.router.engines import BREAKER_FAILURES, address
+from lmc.router.engines import BREAKER_FAILURES, FIRST_BREAKER_SECONDS, address
 
 ASK = "/v1/completions"
 
@@ -148,7 +148,8 @@ def test_an_engine_stops_when_the_client_leaves_before_the_first_byte():
 
 
 def test_an_engine_that_keeps_failing_is_left_alone_and_tried_again():
-    with house(1) as built:
+    clock = Clock()
+    with house(1, clock=clock, health_seconds=1000.0) as built:
         built.echoes[0].refusing = 503
         for _ in range(BREAKER_FAILURES):
             assert built.ask(ASK, {"model": "echo", "prompt": "x"})[0] == 503
@@ -158,7 +159,8 @@ def test_an_engine_that_keeps_failing_is_left_alone_and_tried_again():
         assert answer.headers["retry-after"] == "1"
         assert len(built.echoes[0].seen) == seen, "it was not asked"
         built.echoes[0].refusing = 0
-        eventually(lambda: built.ask(ASK, {"model": "echo", "prompt": "x"})[0] == 200)
+        clock.now += FIRST_BREAKER_SECONDS
+        assert built.ask(ASK, {"model": "echo", "prompt": "x"})[0] == 200
         assert built.numbers("engine_breaker") == 0
 
 

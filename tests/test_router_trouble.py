@@ -71,10 +71,11 @@ def test_a_request_that_waits_longer_than_checks_fail_is_given_up():
     async def run(before: bool) -> str:
         engine = Engine(address(URL), Candidate(URL), frozenset())
         visit = Visit(engine, None, engine.sent(1.0, streamed=True), trial=False, take_back=None)  # type: ignore[arg-type]
+        answers = asyncio.Event()
 
         async def wait():
             async with visit.while_up():
-                await asyncio.sleep(0.2)
+                await answers.wait()
             return "answered"
 
         waiting = asyncio.create_task(wait()) if before else None
@@ -85,6 +86,7 @@ def test_a_request_that_waits_longer_than_checks_fail_is_given_up():
                 waiting = asyncio.create_task(wait())
             await asyncio.sleep(0.01)
         assert waiting is not None
+        answers.set()  # A request that was given up has ended before.
         try:
             return await waiting
         except EngineFailed as error:
@@ -255,7 +257,7 @@ def test_a_client_that_does_not_read_loses_its_place(monkeypatch):
         stalled = socket.create_connection(("127.0.0.1", built.router.port))
         try:
             stalled.sendall(head % (ASK.encode(), len(body)) + body)
-            eventually(lambda: built.router.application.proxy.answering == 1)
+            eventually(lambda: echo.seen)  # The request may be over when this is looked at.
             eventually(lambda: built.router.application.proxy.answering == 0)
             (engine,) = built.router.application.engines
             assert engine.candidate.load == 0
@@ -327,7 +329,7 @@ def test_the_tokens_of_documents_are_asked_for_again_when_a_model_is_cut_otherwi
 def test_the_time_of_a_client_begins_anew_with_each_part(monkeypatch):
     monkeypatch.setattr(timeouts, "UNREAD_SECONDS", 1.0)
     with house(1) as built:
-        answer = built.send(ASK, {"model": "echo", "prompt": "x", "stream": True, "echo": {"parts": 30, "pause": 0.05}})
         began = time.monotonic()
+        answer = built.send(ASK, {"model": "echo", "prompt": "x", "stream": True, "echo": {"parts": 30, "pause": 0.05}})
         assert answer.read().endswith(b"[DONE]\n\n")
         assert time.monotonic() - began > 1.0
