@@ -98,9 +98,11 @@ class EchoEngine:
         await send({"type": "http.response.body", "body": end})
 
     async def _sleeps(self, seconds: float, leaving: "asyncio.Task[Any]") -> bool:
-        """Wait, and return whether the client has left before."""
-        if seconds:
-            await asyncio.wait((leaving,), timeout=seconds)
+        """Wait, and return whether the client has left before.
+
+        The event loop gets a turn in any case. Without one, it never hears that the client has left.
+        """
+        await asyncio.wait((leaving,), timeout=seconds)
         if leaving.done():
             self.aborted += 1
         return leaving.done()

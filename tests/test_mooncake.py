@@ -1,5 +1,6 @@
 """The Mooncake tier: the contract with a real master and a real host with memory, and what can go wrong with them."""
 
+import math
 import re
 import socket
 import sys
@@ -39,7 +40,7 @@ from lmc.errors import ChunkLost, ConfigError, TierUnusable
 from lmc.keys import FORMAT
 from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
-from lmc.storage.tiers import opening
+from lmc.storage.tiers import breaker, opening
 from lmc.storage.tiers.opening import check_packages, open_remote, open_tiers
 from lmc.storage.tiers.tier import Written
 
@@ -446,7 +447,7 @@ def test_records_of_a_host_that_died_are_misses(own):
 
 
 def test_a_store_without_memory_is_read_and_writing_pauses(own, caplog, monkeypatch):
-    monkeypatch.setattr(mooncake_tier, "PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(mooncake_tier, "PAUSE_SECONDS", 3600.0)
     with closing(tier_of(own)) as tier:
         write(tier, K0)
         large = meta_of(K1, 1, 128 << 20)
@@ -454,6 +455,7 @@ def test_a_store_without_memory_is_read_and_writing_pauses(own, caplog, monkeypa
         assert "has no memory left: give it more hosts or a larger global_segment_size" in caplog.text
         assert tier.write(meta_of(K2), [stored(meta_of(K2))]) is Written.REFUSED
         assert read(tier, K0) in (bytes(stored(meta_of(K0))), None), "Mooncake evicts, or not"
+        monkeypatch.setattr(breaker, "time", SimpleNamespace(monotonic=lambda: math.inf))  # The pause is over.
         eventually(lambda: tier.write(meta_of(K2), [stored(meta_of(K2))]) is Written.STORED)
 
 

@@ -171,7 +171,7 @@ def test_what_is_no_text_does_not_spoil_the_letters_of_a_token():
 
 def test_no_more_of_a_prompt_is_cut_than_any_engine_takes():
     """32 MiB of separators once made millions of documents, while all other requests waited."""
-    began = time.perf_counter()
+    began = time.thread_time()
     asked = read(msgspec.json.encode({"prompt": "a b " * 2_000_000}), {}, "x-session-id", SEPARATOR)
     assert len(asked.request.text) == MAX_CHARACTERS
     assert asked.tokens == 2_000_000
@@ -184,7 +184,7 @@ def test_no_more_of_a_prompt_is_cut_than_any_engine_takes():
     cut = Cutter(markers={"m": Markers(separators=((9, 9),))}).cut(PromptRequest(text="", model="m", tokens=tokens))
     assert len(cut.documents) == MAX_DOCUMENTS
     assert cut.tokens == len(tokens)
-    assert time.perf_counter() - began < 20
+    assert time.thread_time() - began < 20
 
 
 @pytest.mark.parametrize(

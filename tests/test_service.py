@@ -35,7 +35,7 @@ from storage_fakes import (
     pin_bytes,
     stored,
 )
-from tier_wrappers import Delayed
+from tier_wrappers import Delayed, Faulty
 
 from lmc.blend.segments import join
 from lmc.config.settings import Settings
@@ -491,17 +491,19 @@ def test_writing_down_ends_while_another_client_stores(tmp_path):
     """It waited until nothing at all was queued."""
     slow = Delayed(DictTier(), per_write=0.05)
     with serving(tmp_path, 40, tiers=[slow]) as server:
-        one, other, ended = attached(server), attached(server), threading.Event()
+        one, other, stores, ended = attached(server), attached(server), threading.Event(), threading.Event()
 
         def store():
             for number in itertools.count(100):
                 if ended.is_set():
                     return
                 put(other, key_of(number))
+                stores.set()
 
+        put(one, K0)  # before the other client has filled the queue
         thread = threading.Thread(target=store)
         thread.start()
-        put(one, K0)
+        assert stores.wait(60)
         started = time.monotonic()
         one.flush()
         assert time.monotonic() - started < 20
@@ -907,15 +909,23 @@ def test_a_client_that_loads_much_holds_up_nobody_who_loads_little(tmp_path):
     many, tier = [key_of(i) for i in range(30)], DictTier()
     for key in (*many, K4):
         tier.write(meta_of(key), [memoryview(stored(meta_of(key)))])
-    with serving(tmp_path, 100, tiers=[Delayed(tier, per_part=0.05)]) as server:
+    goes_on, reads = threading.Event(), []
+
+    def wait_and_note(verb, key):
+        if verb == "read":
+            assert goes_on.wait(60)
+            reads.append(key)
+
+    with serving(tmp_path, 100, tiers=[Faulty(tier, wait_and_note)]) as server:
         greedy, modest = attached(server), attached(server)
         held = greedy.pin(many)
-        started = time.monotonic()
         (pin,) = modest.pin([K4])
+        goes_on.set()
         assert pin_bytes(modest, pin, PARTS - 1) == content(K4, PARTS - 1)
-        quick = time.monotonic() - started
-        greedy.part(held[-1], PARTS - 1)
-        assert quick < (time.monotonic() - started) / 3
+        for one in held:
+            greedy.part(one, PARTS - 1)
+        last = max(number for number, key in enumerate(reads) if key == K4)
+        assert last < len(reads) / 3
         greedy.release(held)
         modest.release([pin])
         greedy.close()
