@@ -40,6 +40,8 @@ A, B, C, D = ([n * 100 + i for i in range(20)] for n in range(4))  # documents o
 
 def engine_of(tmp_path=None, *, slots=8, records=12, tiers=None, chunk_size=CHUNK, model="", **settings) -> CacheEngine:
     size = 2 * 4096 * slots / GIB
+    if "server" in settings:
+        settings = {"load_deadline": 30.0, **settings}  # for a machine that is busy with something else
     given = Settings(chunk_size=chunk_size, max_local_cpu_size=size, local_disk=tmp_path and tmp_path / "disk",
                      max_local_disk_size=records * RECORD / GIB, **settings)  # fmt: skip
     namespace = Namespace(

@@ -346,7 +346,7 @@ def test_what_a_lost_cache_server_does_not_have_is_not_said_to_be_learned(tmp_pa
     one, two = (Document(name, TEXTS[name]) for name in sorted(TEXTS)[:2])
     with Manifest(tmp_path / "m") as manifest:
         with serving(tmp_path, 0, max_local_cpu_size=0.02) as server:
-            settings = Settings(chunk_size=16, enable_blending=True, server=server.path)
+            settings = Settings(chunk_size=16, enable_blending=True, server=server.path, load_deadline=30.0)
             learner = ModelLearner(str(MODEL), settings)
             assert LearnRun(Corpus([one]), manifest, Retention()).learn(learner, 1).learned == 1
         with pytest.raises(Unreachable, match="lost the cache server"):
@@ -968,7 +968,8 @@ def test_the_room_of_a_cache_server_is_known_only_without_other_tiers(tmp_path: 
     for number, disk in enumerate((None, tmp_path / "disk")):
         (tmp_path / str(number)).mkdir()
         with serving(tmp_path / str(number), 0, None, max_local_cpu_size=0.02, local_disk=disk) as server:
-            learner = ModelLearner(str(MODEL), Settings(chunk_size=16, enable_blending=True, server=server.path))
+            settings = Settings(chunk_size=16, enable_blending=True, server=server.path, load_deadline=30.0)
+            learner = ModelLearner(str(MODEL), settings)
             assert learner.capacity().keys() == (set() if disk else {"host"})
             learner.close()
 

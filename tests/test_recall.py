@@ -103,16 +103,18 @@ def test_a_disk_serves_what_it_has_found_while_it_reads_the_rest(tmp_path, monke
     documents = [learn(engine, document) for document in (A, B)]
     engine.close()
     (tmp_path / "disk" / "index.sqlite").unlink()
-    goes_on = threading.Event()
+    waits, goes_on = threading.Event(), threading.Event()
 
     def waits_at_first(path, key, *more):
         if key == documents[1].keys[-1]:
+            waits.set()
             goes_on.wait()
         return DiskReader(path, key, *more)
 
     monkeypatch.setattr(tier, "DiskReader", waits_at_first)
     monkeypatch.setattr(tier, "START_SECONDS", 0.2)
     again = engine_of(tmp_path)
+    assert waits.wait(60)
     assert again.store.lookup(documents[0].keys) == ["disk", "disk"]
     assert again.store.lookup(documents[1].keys[-1:]) == [None]
     goes_on.set()

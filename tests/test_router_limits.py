@@ -64,7 +64,7 @@ def test_an_upload_that_stalls_ends(monkeypatch):
 
 def test_an_upload_that_goes_on_may_take_longer(monkeypatch):
     monkeypatch.setattr(client, "UPLOAD_SECONDS", 0.3)
-    monkeypatch.setattr(client, "UPLOAD_RATE", 10 / SECONDS)  # Ten bytes extend the timeout, however slow the machine is.
+    monkeypatch.setattr(client, "UPLOAD_RATE", 10 / SECONDS)  # Ten bytes extend the timeout by this long.
     body = b'{"model":"echo","prompt":"x"}'
     with house(1) as built, connected(built) as slow:
         slow.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body[:10])

@@ -776,7 +776,8 @@ def test_a_document_that_one_model_has_learned_is_blended_by_another_and_right_w
     documents = [random_tokens(40, i) for i in range(3)]
     ids = join(random_tokens(9, 70), documents, random_tokens(7, 80), SEPARATOR)
     with serving(tmp_path, 0, max_local_cpu_size=0.02) as server:
-        settings = Settings(chunk_size=16, enable_blending=True, blend_min_tokens=0, server=server.path)
+        given = {"server": server.path, "load_deadline": 30.0}
+        settings = Settings(chunk_size=16, enable_blending=True, blend_min_tokens=0, **given)
         one, other = (CachedModel(random_model(), settings, SEPARATOR) for _ in range(2))
         for document in documents:
             one.learn(document)

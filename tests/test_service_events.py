@@ -147,7 +147,7 @@ def test_a_reader_notices_events_that_an_error_has_lost(tmp_path, monkeypatch, a
     """
     monkeypatch.setattr("lmc.documents.publisher.ERROR_PAUSE_SECONDS", 0.05)
     addresses = [f"ipc://{tmp_path}/events", *([f"ipc://{tmp_path}/again"] if again else [])]
-    log, known, broken = ChangeLog(), KnownDocuments(), threading.Event()
+    log, known, broken, turn = ChangeLog(), KnownDocuments(), threading.Event(), threading.Lock()
 
     def salt_of(_):
         if fails == "while changes are read" and broken.is_set():
@@ -157,7 +157,8 @@ def test_a_reader_notices_events_that_an_error_has_lost(tmp_path, monkeypatch, a
 
     class Events(DocumentEvents):
         def take(self):
-            moved = super().take()
+            with turn:
+                moved = super().take()
             if moved and fails == "while events are encoded" and broken.is_set():
                 broken.clear()
                 return [None, *moved]  # None cannot be encoded.
@@ -180,8 +181,9 @@ def test_a_reader_notices_events_that_an_error_has_lost(tmp_path, monkeypatch, a
             appeared("a")
             await asyncio.sleep(0.05)
         before = len(seen)
-        broken.set()
-        appeared("b")
+        with turn:  # The error comes with this change, and not with what was left of the others.
+            broken.set()
+            appeared("b")
         until = time.monotonic() + SECONDS
         while set(ids[:2]) not in seen:
             assert time.monotonic() < until, seen

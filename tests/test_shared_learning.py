@@ -123,10 +123,14 @@ def test_an_engine_offers_what_has_waited_and_says_each_thing_once():
     assert len(learning.news().offered) == 2
 
 
+def settings_of(server, **more):
+    # A deadline for a machine that is busy with something else.
+    return Settings(server=server.path, enable_blending=True, chunk_size=16, load_deadline=30.0, **more)
+
+
 @contextmanager
 def engine(server, **settings):
-    given = Settings(server=server.path, enable_blending=True, chunk_size=16, **settings)
-    with CachedModel(random_model(), given, [7, 7]) as model:
+    with CachedModel(random_model(), settings_of(server, **settings), [7, 7]) as model:
         yield model
 
 
@@ -253,7 +257,7 @@ def test_an_engine_knows_all_that_others_have_learned_after_one_heartbeat(tmp_pa
 def test_an_engine_that_learns_nothing_knows_what_others_have_learned(tmp_path):
     """Such as one that only decodes."""
     with serving(tmp_path, 0, max_local_cpu_size=0.1) as server, engine(server) as one:
-        given = Settings(server=server.path, enable_blending=True, chunk_size=16, blend_learn=False)
+        given = settings_of(server, blend_learn=False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CacheEngine, "share_learning", lambda *_: None)  # as in vLLM
             other = CachedModel(random_model(), given, [7, 7])

@@ -62,7 +62,7 @@ def stored_prefix(cached: CachedModel, ids: list[int]) -> int:
 def cached(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CachedModel]:
     if request.param == "cache server":
         with serving(tmp_path, 0, max_local_cpu_size=0.02) as server:
-            with CachedModel(random_model(), settings(server=server.path), SEPARATOR) as model:
+            with CachedModel(random_model(), settings(server=server.path, load_deadline=30.0), SEPARATOR) as model:
                 yield model
                 assert model.engine.store.held() == 0
             (arena,) = server.arenas.all()
