@@ -378,6 +378,7 @@ def test_a_database_that_cannot_be_written_costs_only_the_next_start_time(tmp_pa
 
 
 def test_changes_that_could_not_be_committed_are_committed_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(index, "COMMIT_SECONDS", 3600.0)  # The thread commits nothing before the test does.
     with closing(filled(tmp_path, KEYS[:6])) as tier:
         with monkeypatch.context() as patch:
             patch.setattr(
