@@ -1,18 +1,21 @@
-"""Forks writers that are there to be killed: imports once, then one child for each line "directory seed" on standard
-input.
+"""Forks writers that are there to be killed: imports once, then one child for each line "directory capacity seed" on
+standard input. A child whose seed is a multiple of `KILLS_ITSELF` needs nobody for that.
 """
 
 import os
 import random
+import signal
 import sys
+from pathlib import Path
 
 from storage_fakes import PART_BYTES, PARTS, get, key_of, put
 
 from lmc.errors import ChunkLost
 from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
-from lmc.storage.tiers.disk import DiskTier, index
+from lmc.storage.tiers.disk import DiskTier, files, index
 
+KILLS_ITSELF = 5
 index.COMMIT_SECONDS = 0.005  # Writers are killed after some milliseconds, and often during a commit.
 
 
@@ -20,6 +23,8 @@ def write_until_killed(directory: str, capacity: int, seed: int) -> None:
     dice = random.Random(seed)
     tier = DiskTier(directory, capacity)
     store = Store(Slab(8, PARTS, PART_BYTES), [tier])
+    if seed % KILLS_ITSELF == 0:
+        kill_before_rename(dice.randrange(1, 20))
     parent = os.getppid()
     while os.getppid() == parent:
         key = key_of(dice.randrange(200))
@@ -28,6 +33,20 @@ def write_until_killed(directory: str, capacity: int, seed: int) -> None:
                 put(store, key)
         except ChunkLost:
             continue
+
+
+def kill_before_rename(count: int) -> None:
+    """Kill this process when it has written so many records, and renamed all but the last one."""
+    moved, real = 0, files.move
+
+    def move(path: Path, to: Path) -> None:
+        nonlocal moved
+        moved += 1
+        if moved == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(path, to)
+
+    files.move = move
 
 
 def main() -> None:

@@ -588,8 +588,9 @@ def test_a_client_goes_on_without_the_server_and_attaches_again_when_it_holds_no
 
 
 def test_a_server_that_hangs_is_left_within_the_deadline(server, attach, monkeypatch):
-    store = attach(deadline=1.0)
+    store = attach()
     put(store, K0)
+    store.attachment.quick.set_timeout(1.0)  # not before, or a slow machine may reach it in `put`
     hangs = threading.Event()
     monkeypatch.setattr(arena_of(server).store, "lookup", lambda *_, **__: hangs.wait(60))
     started = time.monotonic()
@@ -1065,11 +1066,12 @@ def test_the_slab_of_another_attachment_is_another_one(tmp_path):
 def test_an_answer_that_came_too_late_is_not_taken_for_that_to_another_question(server, connect, monkeypatch):
     connection = connect()
     connection.set_timeout(0.2)
-    store = arena_of(server).store
-    monkeypatch.setattr(store, "lookup", lambda *_, **__: time.sleep(0.6) or ["late"])
+    store, goes_on = arena_of(server).store, threading.Event()
+    monkeypatch.setattr(store, "lookup", lambda *_, **__: goes_on.wait(60) and ["late"])
     with pytest.raises(Gone):
         connection.ask(LookUp([K0], True))
-    time.sleep(0.6)
+    goes_on.set()
+    eventually(lambda: server.clients == 0)  # It has answered, and then seen that the client has gone.
     with pytest.raises(Gone):
         connection.ask(HeldSlots())
 

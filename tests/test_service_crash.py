@@ -97,6 +97,7 @@ def test_clients_that_are_killed_leave_nothing_held_and_no_wrong_byte(tmp_path, 
             storm.kill(dice.randrange(CLIENTS))
         before = storm.said["read"]
         eventually(lambda: storm.said["read"] > before + 50)  # Those that live go on.
+        eventually(lambda: storm.said["stored"] > 20)
         said = storm.end()
         eventually(lambda: server.clients == 0)
         store = arena_of(server).store
