@@ -9,6 +9,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import ranked_locks  # noqa: F401 - Processes that tests start check the order of locks, too.
@@ -117,15 +118,49 @@ def waits_of(process: int | str) -> dict[Path, int]:
     return found
 
 
+class _Pauses(threading.Thread):
+    """Measures how long the whole process did not run, as when a virtual machine is paused: it wakes up late."""
+
+    TICK_SECONDS, LEAST_SECONDS = 0.02, 0.1
+    monotonic = staticmethod(time.monotonic)  # Tests replace the function in the module.
+
+    def __init__(self) -> None:
+        super().__init__(name="test-pauses", daemon=True)
+        self.seconds, self._began, self._mutex = 0.0, self.monotonic(), threading.Lock()
+        self.start()
+
+    def run(self) -> None:
+        never = threading.Event()
+        while not never.wait(self.TICK_SECONDS):
+            with self._mutex:
+                self.seconds, self._began = self._so_far(), self.monotonic()
+
+    def until_now(self) -> float:
+        """Return the seconds of all pauses. One that has just ended counts, though this thread has not run since."""
+        with self._mutex:
+            return self._so_far()
+
+    def _so_far(self) -> float:
+        late = self.monotonic() - self._began - self.TICK_SECONDS
+        return self.seconds + (late if late > self.LEAST_SECONDS else 0.0)
+
+
+@cache
+def _pauses() -> _Pauses:
+    return _Pauses()
+
+
 def own_seconds() -> float:
     """Seconds by the monotonic clock, less those in which threads of this process were ready and had no CPU.
 
-    A limit on waiting that is measured with it holds on a machine that is busy with other things as well.
+    Those in which the whole process was paused do not count either. A limit on waiting that is measured with it holds
+    on a machine that is busy with other things as well. The first call starts a thread.
     """
+    paused = _pauses().until_now()
     with _waited_mutex:
         for thread, waited in waits_of("self").items():
             _waited[thread] = max(waited, _waited.get(thread, 0))  # What ended threads have waited still counts.
-        return time.monotonic() - sum(_waited.values()) / 1e9
+        return time.monotonic() - sum(_waited.values()) / 1e9 - paused
 
 
 def put(store: Store, key: ChunkKey, version: int = 0) -> bool:

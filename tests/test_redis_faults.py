@@ -46,6 +46,7 @@ SECRETS = ("hunter2", "wrong-guess", "correct-horse")
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
+    own_seconds()  # The thread that it starts is not one of a test.
     before = set(threading.enumerate())
     yield
     wait_until(lambda: set(threading.enumerate()) <= before, "the end of every thread")

@@ -193,7 +193,7 @@ def learned(server, names=NAMES) -> None:
     """
     first, *others = names
     ask(server, prompt(names, ASKED))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while ask(server, prompt([first, *random.sample(others, len(others))], ASKED))[1].get("unknown_documents"):
         assert time.monotonic() < deadline
         time.sleep(0.5)
@@ -373,7 +373,7 @@ def test_documents_may_be_given_as_texts(server):
     asked = ["\n".join([SYSTEM, *order, ASKED]) for order in (texts, texts[::-1])]
     first = ask(server, asked[0], documents=texts)[1]
     assert not first.get("note")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while ask(server, asked[0], documents=texts)[1].get("unknown_documents"):
         assert time.monotonic() < deadline
         time.sleep(0.5)
@@ -419,7 +419,7 @@ def test_vllm_takes_what_a_blend_computes_for_hits(server):
     learned(server)
     before = hits()
     _, facts = ask(server, prompt([NAMES[i] for i in (4, 1, 5, 0, 3, 2)], "at the farm , owner of a blend's hits"))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while hits() == before and time.monotonic() < deadline:
         time.sleep(0.1)
     assert hits() - before == facts["reused_tokens"] + facts["fresh_tokens"]
@@ -432,7 +432,7 @@ def test_metrics_are_the_sum_of_what_the_responses_say(server):
     found = [ask(server, prompt(order, ASKED)) for order in orders]
     ask(server, prompt(NAMES, ASKED), blend=False)
     ask(server, prompt(NAMES, ASKED), strategy="no such one")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (counted := server.counters() - before)["requests"] < 8 and time.monotonic() < deadline:
         time.sleep(0.1)
     facts = [said for _, said in found]
@@ -557,7 +557,7 @@ def test_the_log_is_quiet(server, soak):
     """No traceback; vLLM's line of numbers once an interval; each warning of ours once."""
     assert "Traceback" not in server.said
     assert " ERROR " not in server.said
-    deadline = time.monotonic() + 2 * INTERVAL
+    deadline = time.monotonic() + 2 * INTERVAL + 60
     while not re.search(r"KV Transfer metrics: .*lmc requests=[1-9]", server.said):
         assert time.monotonic() < deadline
         time.sleep(0.5)
@@ -600,7 +600,7 @@ def test_the_routes_that_reset_the_engine_forget_every_chunk(server):
         assert server.stored()
         for route in routes:
             assert httpx.post(f"http://localhost:{server.port}{route}", timeout=30).status_code == 200
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while server.stored():  # files are removed in the background
             assert time.monotonic() < deadline
             time.sleep(0.1)
