@@ -22,8 +22,12 @@ from lmc.storage.contract import Pin
 from lmc.storage.cost_model import CostModel, Rate
 from lmc.storage.state import StoreState
 from lmc.storage.store import Store
+from lmc.storage.tiers.disk import tier as disk
 from lmc.storage.tiers.record import RecordMeta, checksum, decode_header, encode_header, header_size, split_parts
 from lmc.storage.tiers.tier import Entry, Finding, RecordReader, Tier, Wrapped, Written
+
+# A start waits until an incomplete index has been compared with its directory, however slow the machine is.
+disk.START_SECONDS = 60.0
 
 NAMESPACE = bytes(32)
 PARTS = 3
