@@ -1,5 +1,5 @@
 """Forks writers that are there to be killed: imports once, then one child for each line "directory capacity seed" on
-standard input. A child whose seed is a multiple of `KILLS_ITSELF` needs nobody for that.
+standard input. A child whose seed is a multiple of `KILLS_ITSELF` kills itself while it writes.
 """
 
 import os
