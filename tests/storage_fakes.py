@@ -154,13 +154,13 @@ def _pauses() -> _Pauses:
     return _Pauses()
 
 
-def own_seconds() -> float:
+def own_seconds(*, less_pauses: bool = True) -> float:
     """Seconds by the monotonic clock, less those in which threads of this process were ready and had no CPU.
 
-    Those in which the whole process was paused do not count either. A limit on waiting that is measured with it holds
-    on a machine that is busy with other things as well. The first call starts a thread.
+    Those in which the whole process was paused do not count either, with `less_pauses`. A limit on waiting that is
+    measured with it holds on a machine that is busy with other things as well. The first call starts a thread.
     """
-    paused = _pauses().until_now()
+    paused = _pauses().until_now() if less_pauses else 0.0
     with _waited_mutex:
         for thread, waited in waits_of("self").items():
             _waited[thread] = max(waited, _waited.get(thread, 0))  # What ended threads have waited still counts.
