@@ -184,7 +184,7 @@ def warps_of(kernel: Any, constants: dict[str, Any]) -> int:
 
 
 def attention_cases(
-    capability: int, dtype: str, dim: int, group: int, value_dim: int = 0, *, paged: bool
+    capability: int, dtype: str, dim: int, group: int, value_dim: int = 0, *, paged: bool, quantised: bool = False
 ) -> Iterator[tuple[str, Case]]:
     """Attention as it is launched for few and for many rows, with and without hidden tokens, and scores.
 
@@ -204,7 +204,7 @@ def attention_cases(
     }  # fmt: skip
     for limit, (number, others) in limits.items() if paged and not value_dim else [("", limits[""])]:
         tiles = {
-            (tile(tuning, tokens, 8, group, dim, itemsize, hides=hides, limited=number > 0), hides)
+            (tile(tuning, tokens, 8, group, dim, itemsize, hides=hides, limited=number > 0, quantised=quantised), hides)
             for hides in (False, True)
             for tokens in (64, 16384)
         }
@@ -215,7 +215,7 @@ def attention_cases(
                 more = {"LOG_SUMS": sums} | ({} if sums else {"log_sums": None})
                 name = f"_attend-{rows}-{keys}-{'hides' if hides else 'whole'}-{'sums' if sums else 'alone'}{limit}"
                 yield name, Case(kernels.attend, all_of_it | more, dtype, warps, stages, 255, True)
-    some, keys, warps, stages = scored(tuning, dim, itemsize)
+    some, keys, warps, stages = scored(tuning, dim, itemsize, quantised=quantised)
     for over_all in (False, True) if (dtype, dim, group, paged) == ("bf16", 128, 4, True) else (False,):
         more = {"BT": some, "BN": keys, "OVER_ALL": over_all, "SHARED": False}
         yield f"_paid-{over_all}", Case(kernels.paid, constants | more, dtype, warps, stages, 255, True)
@@ -241,7 +241,7 @@ CAPABILITIES = {80: EVERY, 90: EVERY, 100: SERVED, 120: SERVED}
 QUANTISED = 89, 90, 100, 120  # GPUs that convert fp8_e4m3
 
 
-def cases_for(capability: int, served: Served) -> Iterator[tuple[str, Case]]:
+def cases_for(capability: int, served: Served, *, quantised: bool = False) -> Iterator[tuple[str, Case]]:
     """Every kernel, and attention of the shapes that are `served`."""
     for kernel, constants, variants, registers, products in OTHERS:
         for more in variants:
@@ -249,11 +249,11 @@ def cases_for(capability: int, served: Served) -> Iterator[tuple[str, Case]]:
             yield name, Case(kernel, constants | more, "bf16", warps_of(kernel, more), 3, registers, products)
     for paged, shapes in served:
         for shape in shapes:
-            for name, case in attention_cases(capability, *shape, paged=paged):
+            for name, case in attention_cases(capability, *shape, paged=paged, quantised=quantised):
                 yield f"{name}-{'-'.join(map(str, shape))}{'' if paged else '-in one block'}", case
 
 
-def quantised(case: Case) -> Case:
+def in_8_bits(case: Case) -> Case:
     """The same over pages in fp8_e4m3."""
     largest = {"LARGEST": 448.0} if "LARGEST" in case.constants else {}
     return case._replace(cache="fp8e4nv", constants=case.constants | largest)
@@ -264,9 +264,9 @@ CASES = {
     for capability, served in CAPABILITIES.items()
     for name, case in cases_for(capability, served)
 } | {
-    (capability, f"{name}-fp8"): quantised(case)
+    (capability, f"{name}-fp8"): in_8_bits(case)
     for capability in QUANTISED
-    for name, case in cases_for(capability, SERVED)
+    for name, case in cases_for(capability, SERVED, quantised=True)
     if set(IN_PAGES).intersection(case.kernel.arg_names) and not case.constants.get("CAP")
 }
 

@@ -52,6 +52,15 @@ def _first_seen(at, limit, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def _of_model(numbers, kind: tl.constexpr):
+    """Return numbers of pages, which may be quantised, in the `kind` of the model's numbers.
+
+    Triton 3.6 converts 8 bits to bfloat16 directly with an instruction that GPUs of 8.9 do not have.
+    """
+    return numbers if numbers.dtype == kind else numbers.to(tl.float32).to(kind)
+
+
+@triton.jit
 def _scaled(logits, factor, CAP: tl.constexpr):
     """Return logits to base 2, below the soft cap if there is one: tanh(x) is 1 - 2 / (1 + exp(2 x))."""
     logits *= factor
@@ -83,7 +92,7 @@ def _step(
     else:
         key = tl.load(here[None, :] + d[:, None], mask=seen[None, :] & (d < D)[:, None], other=0.0)
         value = tl.load(there[:, None] + v[None, :], mask=seen[:, None] & (v < V)[None, :], other=0.0)
-    key, value = key.to(query.dtype), value.to(query.dtype)  # A quantised cache has other numbers than the model.
+    key, value = _of_model(key, query.dtype), _of_model(value, query.dtype)
     logits = tl.dot(query, key, input_precision="tf32x3")
     if latent is not None:
         logits = tl.dot(latent, tl.trans(value), logits, input_precision="tf32x3")
@@ -232,8 +241,8 @@ def _paid(
             if LATENT:
                 here = _pages(values, table, j, seen, head, value_block, value_head, value_token, SIZE, PAGED)
                 value = tl.load(here[None, :] + v[:, None], mask=seen[None, :] & (v < V)[:, None], other=0.0)
-                value = value.to(query.dtype.element_ty)
-            key = key.to(query.dtype.element_ty)
+                value = _of_model(value, query.dtype.element_ty)
+            key = _of_model(key, query.dtype.element_ty)
             for g in range(GROUP):
                 where = query + t.to(tl.int64)[:, None] * query_token + (h * GROUP + g) * query_head
                 q = tl.load(where + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
@@ -281,7 +290,7 @@ def attend_and_score(
     out = _attended(query, kv, positions, layer, present, log_sums)
     pages, (tokens, queries, _) = _repeated(Paged.of(kv), query, layer), query.shape
     heads, count, tuning = pages.keys.shape[1], len(present), tuning_of(query.device)
-    some, keys, warps, stages = scored(tuning, _widest(pages, layer), query.element_size())
+    some, keys, warps, stages = scored(tuning, _widest(pages, layer), query.element_size(), quantised=pages.largest > 0)
     shared = triton.cdiv(count, keys) < tuning.many and tokens > FEWEST
     some = FEWEST if shared else some
     make = torch.zeros if shared else torch.empty
@@ -312,8 +321,9 @@ def _attended(
     hides = present is not None
     widest, limited, tuning = _widest(pages, layer), not layer.sees_all, tuning_of(query.device)
     rows, keys, warps, stages = tile(
-        tuning, tokens, heads, group, widest, query.element_size(), hides=hides, limited=limited
-    )
+        tuning, tokens, heads, group, widest, query.element_size(),
+        hides=hides, limited=limited, quantised=pages.largest > 0,
+    )  # fmt: skip
     tiles = triton.cdiv(tokens, rows // group)
     length = (
         len(present) if present is not None else pages.keys.shape[2] * (1 if pages.table is None else len(pages.table))
@@ -392,17 +402,19 @@ def tile(
     *,
     hides: bool,
     limited: bool = False,
+    quantised: bool = False,
 ) -> Tile:
     """Return the size of a program of `_attend`, whose rows are queries of one KV head.
 
-    Keys are hidden if the kernel `hides` absent ones, and `limited` by a window or a chunk. None of these tiles needs
-    more registers or shared memory than a GPU has (`tests/test_kernels_compile.py`). Elements of 4 bytes need three
-    products on tensor cores, each with its own operands.
+    Keys are hidden if the kernel `hides` absent ones, and `limited` by a window or a chunk. Those of a `quantised`
+    cache are converted, which takes registers. None of these tiles needs more registers or shared memory than a GPU has
+    (`tests/test_kernels_compile.py`). Elements of 4 bytes need three products on tensor cores, each with its own
+    operands.
     """
     wide, many = padded(dim), tuning.tiles["many rows"].rows
     kind: Kind
     if wide > 512:  # In MLA (64 + 512), keys are shorter than values, and take fewer registers than in Gemma 4 (512).
-        kind = "latent, hidden tokens" if hides else "latent"
+        kind = "latent, hidden tokens" if hides else "latent, quantised" if quantised else "latent"
     elif wide > 256:
         kind = "heads of 512, window" if limited and not hides else "heads of 512"
     elif itemsize > 2:
@@ -421,11 +433,11 @@ def tile(
     return found._replace(rows=max(found.rows, triton.next_power_of_2(group)))
 
 
-def scored(tuning: Tuning, dim: int, itemsize: int) -> Tile:
+def scored(tuning: Tuning, dim: int, itemsize: int, *, quantised: bool = False) -> Tile:
     """Return the size of a program of `_paid`, whose rows are tokens."""
     wide = padded(dim)
     if wide > 256:
-        return tuning.tiles["scores, wider heads"]
+        return tuning.tiles["scores, wider heads, quantised" if quantised else "scores, wider heads"]
     if itemsize > 2:
         return tuning.tiles["scores, float32" if wide <= 128 else "scores, float32, heads of 256"]
     if wide > 128:

@@ -95,9 +95,7 @@ def _place(
     there, wide = t < tokens, t.to(tl.int64)
     row = wide * HEADS + h
     into = _rows(keys, slots, t, there, h, size, key_block, key_head, key_token)
-    _rotate(
-        stored_keys + row * D, None, into, cos, sin, wide, there, 1.0, D, WIDE, HALF, PADDED, INTERLEAVED, LARGEST
-    )
+    _rotate(stored_keys + row * D, None, into, cos, sin, wide, there, 1.0, D, WIDE, HALF, PADDED, INTERLEAVED, LARGEST)
     whole = there[:, None] & (v < V)[None, :]
     value = tl.load(stored_values + (row * V)[:, None] + v[None, :], mask=whole)
     into = _rows(values, slots, t, there, h, size, value_block, value_head, value_token)

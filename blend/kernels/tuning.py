@@ -21,6 +21,7 @@ Kind = Literal[
     "heads of 512",
     "heads of 512, window",
     "latent",
+    "latent, quantised",
     "latent, hidden tokens",
     "float32, heads of 64",
     "float32",
@@ -28,6 +29,7 @@ Kind = Literal[
     "scores, heads of 64",
     "scores, heads of 256",
     "scores, wider heads",
+    "scores, wider heads, quantised",
     "scores, float32",
     "scores, float32, heads of 256",
 ]
@@ -79,6 +81,7 @@ AMPERE = Tuning(
         "heads of 512": Tile(32, 16, 8),
         "heads of 512, window": Tile(16, 16, 4),  # With 8 warps, it spills registers in Triton 3.9.
         "latent": Tile(64, 16, 8),
+        "latent, quantised": Tile(32, 32, 8),
         "latent, hidden tokens": Tile(32, 16, 8),
         "float32, heads of 64": Tile(32, 16, 4),
         "float32": Tile(16, 16, 8),
@@ -86,6 +89,7 @@ AMPERE = Tuning(
         "scores, heads of 64": Tile(64, 64, 4),
         "scores, heads of 256": Tile(64, 16, 4),
         "scores, wider heads": Tile(16, 32, 8),
+        "scores, wider heads, quantised": Tile(16, 32, 4),
         "scores, float32": Tile(16, 32, 4, stages=1),  # With more warps or stages, it spills registers in Triton 3.8.
         "scores, float32, heads of 256": Tile(16, 32, 8, stages=2),  # for the shared memory of GPUs of 8.6
     },

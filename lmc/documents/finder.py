@@ -327,7 +327,7 @@ def stored_without_overlaps(
 
 
 def _extended(parts: Sequence[FoundRun[D]], runs: Sequence[FoundRun[D]]) -> Iterator[FoundRun[D]]:
-    """Yield parts of runs, in the order of the prompt, each extended within its run up to the parts beside it."""
+    """Yield parts of runs, in the order of the prompt, each extended within its run up to its neighbours."""
     stop = 0
     for part, following in zip_longest(parts, parts[1:]):
         of = next(run for run in runs if run.has(part))
