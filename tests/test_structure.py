@@ -304,6 +304,24 @@ def test_the_two_commands_download_nothing_but_packages(tmp_path: Path) -> None:
     assert not re.search(r"://|\b(git|curl|wget)\b", done.stdout)
 
 
+@pytest.mark.parametrize("has_triton", [False, True])
+def test_the_environment_keeps_the_torch_that_the_developer_chose(tmp_path: Path, has_triton: bool) -> None:
+    """pip may replace an installed torch unless the same command names it. With a command that only notes its calls."""
+    home = fresh_clone(tmp_path)
+    python = home / "python"
+    python.write_text(
+        f'#!/bin/sh\necho "$*" >> {home}/noted\nif [ "$2" = venv ]; then mkdir -p $3/bin; cp $0 $3/bin/python; fi\n'
+        f'[ "$3" != show ] || exit {int(not has_triton)}\n'
+    )
+    python.chmod(0o755)
+    command = ["make", f"PYTHON={python}", "TORCH=torch==2.15.0", ".venv/ready"]
+    subprocess.run(command, cwd=home, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True)
+    install = "-m pip install --quiet "
+    noted = [line.removeprefix(install) for line in (home / "noted").read_text().splitlines() if install in line]
+    triton = [] if has_triton else ["triton==3.6.0; sys_platform == 'linux' and platform_machine == 'x86_64'"]
+    assert noted[:-1] == ["torch==2.15.0", *triton, "torch==2.15.0 --editable .[dev]"]
+
+
 @pytest.mark.parametrize(
     ("there", "fails", "runs"),
     [
