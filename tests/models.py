@@ -63,7 +63,12 @@ OTHERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gemma2": (
         Gemma2Config,
         Gemma2ForCausalLM,
-        {**WINDOW, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},  # so low that it changes attention
+        {
+            **WINDOW,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 2.0,  # so low that it changes attention
+            "attn_implementation": "eager",  # transformers 5.20 uses SDPA by default, which ignores the soft cap
+        },
     ),
     "gemma3": (
         Gemma3TextConfig,
