@@ -123,8 +123,12 @@ CONSUMER_BLACKWELL = AMPERE._replace(
 
 @cache
 def tuning_for(capability: int) -> Tuning:
-    """Return the numbers for a compute capability (90 for 9.0). GPUs of 8.6 and 8.9 have those of 8.0."""
-    if capability >= 120:
+    """Return the numbers for a compute capability (90 for 9.0).
+
+    GPUs of 8.6 have those of 8.0. Those of 8.9 have as little shared memory as 12.0, and convert fp8, which takes
+    registers: without the tiles of 12.0, programs for caches in fp8 spill in Triton 3.9.
+    """
+    if capability >= 120 or capability == 89:
         return CONSUMER_BLACKWELL
     if capability >= 100:
         return BLACKWELL
