@@ -1,4 +1,4 @@
-"""Each of these errors in a kernel fails a test: wrong masks, slots, rotations and strides."""
+"""Each of these errors in a kernel fails a test: wrong masks, slots, rotations, strides and scales."""
 
 import importlib.util
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import test_attention
 import test_place
+import test_quantised_pages
 import test_shift
 import torch
 
@@ -35,6 +36,15 @@ READ = test_place, "test_what_is_read_is_what_torch_reads", (PARTLY, 76, "apart"
 DEVIATES = test_place, "test_deviations_are_those_of_torch", (PARTLY, FLOAT, "apart")
 SHIFTED = test_shift, "test_changes_and_corrections_are_those_of_torch", (PARTLY, FLOAT, False, "apart")
 SHIFTED_DIM = test_shift, "test_values_of_another_dim_are_corrected", (32, 2)
+OUTPUTS_IN_8_BITS, PLACED_IN_8_BITS, CHANGES_IN_8_BITS, SHIFTED_IN_8_BITS = (
+    (test_quantised_pages, name, (torch.float8_e5m2, *more))  # which torch does not limit to its largest number
+    for name, more in (
+        ("test_attention_and_scores_are_those_of_the_models_numbers", (FLOAT, "HND")),
+        ("test_what_is_placed_is_rotated_and_rounded_once", (64,)),
+        ("test_deviations_and_changes_are_those_of_the_models_numbers", ()),
+        ("test_corrections_are_those_of_the_models_numbers", ()),
+    )
+)
 WEIGHED = test_shift, "test_weights_are_those_of_torch", (PARTLY, FLOAT, False, "apart")
 
 ATTENTION = [  # what stands in the module, what is put there, and which test fails
@@ -67,6 +77,9 @@ ATTENTION = [  # what stands in the module, what is put there, and which test fa
     ("h, value_block, value_head, value_token", "h, key_block, key_head, key_token", OUTPUTS),
     ("(h * GROUP + g) * query_head", "(h + g) * query_head", MEANS),
     ("t.to(tl.int64)[:, None] * query_token + (h", "t.to(tl.int64)[:, None] * HEADS * GROUP * D + (h", PART),
+    # scales
+    ("total[:, None] * value_scale", "total[:, None]", OUTPUTS_IN_8_BITS),
+    ("layer.scale * pages.scales[0]", "layer.scale", OUTPUTS_IN_8_BITS),
 ]
 VALUES, AS_KEYS = (  # the rows of values with their own strides, and with those of keys
     f"_rows(values, slots, t, there, h, size, {one}_block, {one}_head, {one}_token)" for one in ("value", "key")
@@ -82,15 +95,24 @@ PLACE = [
     ("return 2 * i, 2 * i + 1", "return i, i + HALF", PAIRED),
     ("return i, i + HALF", "return i, i + HALF - 1", PLACED),
     ("(d >= 2 * HALF) & (d < D)", "(d >= HALF) & (d < D)", PLACED),
+    # numbers of 8 bits
+    ("tl.minimum(tl.maximum(numbers, -LARGEST), LARGEST)", "numbers", PLACED_IN_8_BITS),
+    ("now.to(tl.float32) * scale", "now.to(tl.float32)", CHANGES_IN_8_BITS),
 ]
 SHIFT = [
     *((f"{row} = {VALUES}", f"{row} = {AS_KEYS}", SHIFTED) for row in ("now", "into")),
-    ("_add(into, first, a * c - b * s, half)", "_add(into, first, a * c + b * s, half)", SHIFTED),
+    ("_add(into, first, a * c - b * s, half", "_add(into, first, a * c + b * s, half", SHIFTED),
     ("n < tl.load(tile + 1)", "n < tl.load(tile + 1) - 1", SHIFTED),
     ("known, wide = m < tl.load(tile + 3)", "known, wide = m < MOST", SHIFTED),
     ("* share, mask=whole", ", mask=whole", SHIFTED),
     ("e += HEADS * D + h * (V - D)", "e += h * (V - D)", SHIFTED),
     ("e += HEADS * D + h * (V - D)", "e += HEADS * D", SHIFTED_DIM),
+    # scales
+    ("_difference(now, old, v, whole, value_scale)", "_difference(now, old, v, whole, 1.0)", CHANGES_IN_8_BITS),
+    ("wide, there, key_scale, D", "wide, there, 1.0, D", CHANGES_IN_8_BITS),
+    ("more / scale", "more", SHIFTED_IN_8_BITS),
+    ("more, mask, value_scale", "more, mask, key_scale", SHIFTED_IN_8_BITS),
+    ("pages.scales[0], size", "1.0, size", SHIFTED_IN_8_BITS),
     # weights: masks
     ("mask = (t < tokens)[:, None]", "mask = (t < tokens - 1)[:, None]", WEIGHED),
     ("r < tl.load(span + 1))", "r < tl.load(span + 1) - 1)", WEIGHED),
