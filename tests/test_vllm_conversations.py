@@ -662,6 +662,22 @@ def test_idle_steps_compute_a_conversation_exactly(lab: Lab) -> None:
     lab.finish(plain)
 
 
+def test_idle_steps_do_not_compute_a_session_that_has_got_an_image(lab: Lab) -> None:
+    """A backfill computes text: blocks of the image that were computed from its tokens were in the prefix cache."""
+    tokens = chat(DOC_A, DOC_B)
+    request = lab.arrive("session", tokens)
+    lab.wait(lambda: lab.admit(request))
+    lab.load(request)
+    lab.decode(request, ANSWER)
+    request.mm_features = ["image"]
+    lab.decode(request, [7] * BLOCK)
+    lab.finish(request)
+    lab.settle()
+    assert lab.scheduler.counts["blends"] == 1
+    assert lab.scheduler.numbers()["backfills"] == 0
+    lab.check()
+
+
 def test_idle_steps_are_used_only_after_a_moment_of_rest(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs often send the next turn at once. It does not wait for a layer of the turn before."""
     monkeypatch.setattr(scheduler, "REST_SECONDS", 0.05)

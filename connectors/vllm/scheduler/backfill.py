@@ -83,9 +83,10 @@ class Backfill:
         """Queue an ended request, whose block hashes depend on `salts`.
 
         It replaces an earlier turn of the same conversation. A conversation that `follows` an earlier blend is likely
-        to go on, and is queued however few others do. Without the engine's prefix cache, nothing is queued.
+        to go on, and is queued however few others do. Without the engine's prefix cache, nothing is queued, nor is a
+        session that has got images since its blend: a backfill computes text.
         """
-        if not self._caches_prefixes:
+        if not self._caches_prefixes or request.mm_features:
             return
         self._blends += 1
         if self._blends >= REMEMBERED:
