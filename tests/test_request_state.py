@@ -48,6 +48,15 @@ def test_the_hash_of_a_block_that_gets_another_last_token_is_stamped_again(kept:
     assert state.hashes == [*first[:kept], hashlib.sha256(b"adapterthird").digest()]
 
 
+def test_images_are_stamped_from_the_moment_on_at_which_a_request_has_some() -> None:
+    request = SimpleNamespace(block_hashes=[b"a", b"b"], mm_features=[])
+    state = RequestState(request=request, role=Role.EXACT, stamp=Stamp(b"adapter", of_images=b"process"))
+    assert state.hashes == [hashlib.sha256(b"adapter" + block).digest() for block in (b"a", b"b")]
+    request.mm_features.append("image")
+    request.block_hashes.append(b"c")
+    assert state.hashes == [hashlib.sha256(b"adapterprocess" + block).digest() for block in (b"a", b"b", b"c")]
+
+
 def test_a_request_without_a_stamp_has_the_engine_s_hashes() -> None:
     request = SimpleNamespace(block_hashes=[b"a", b"b"])
     assert RequestState(request=request, role=Role.EXACT).hashes is request.block_hashes

@@ -307,6 +307,24 @@ def test_images_that_are_only_numbered_are_kept_for_this_process_only(make):
         lab.settle()
 
 
+def test_a_session_that_gets_a_numbered_image_shares_only_its_text_with_other_processes(make):
+    """Images were looked for only in its first input. Chunks of two images with the same number had the same key."""
+    tier, records = DictTier(), []
+    for _ in range(2):
+        lab = make(tier)
+        lab.setup.counts_images = True
+        request = lab.arrive("one", PLAIN[:12])
+        lab.wait(lambda lab=lab, request=request: lab.admit(request) is not None)
+        lab.load(request)
+        lab.compute(request, 12 - request.num_computed_tokens)
+        request.mm_features = ["renderer0-mm-1-image-0"]
+        lab.decode(request, PLAIN[12:])
+        lab.finish(request)
+        lab.settle()
+        records.append(len(tier.records))
+    assert records == [5, 9], "the first chunk has text alone"
+
+
 def test_pages_of_prompt_embeddings_are_loaded_again(make, monkeypatch):
     """The engine hashes the embeddings; there are no tokens."""
 

@@ -109,24 +109,28 @@ class Stamp:
     """What is joined with a request's block hashes, because they do not cover it: an adapter's files, or images."""
 
     content: bytes = b""
+    of_images: bytes = b""  # joined as well from the moment on at which the request has images
+    _content: bytes = b""  # what `_stamped` is joined with
     _engine: list[bytes] = field(default_factory=list)  # the engine's hashes, from which `_stamped` is computed
     _stamped: list[bytes] = field(default_factory=list)
 
-    def on(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
+    def on(self, hashes: Sequence[bytes], *, has_images: bool) -> Sequence[bytes]:
         """Return the engine's block hashes of a request, joined with the stamp if there is one.
 
-        A stamped request is never blended, so hashes are only appended, and each hash is computed once. The exception
-        is a session that gets more input: it drops its last token. The hash of a block that this token filled is
-        dropped, too.
+        Each hash is computed once, because most requests only append hashes. A session that gets more input drops its
+        last token, and the hash of a block that this token filled. It may also get its first images.
         """
-        if not self.content:
+        content = self.content + self.of_images if has_images else self.content
+        if not content:
             return hashes
+        if content != self._content:
+            self._content, self._engine, self._stamped = content, [], []
         # A hash covers all earlier blocks: if a hash is unchanged, all hashes before it are unchanged as well.
         while self._engine and self._engine[-1:] != hashes[len(self._engine) - 1 : len(self._engine)]:
             del self._engine[-1], self._stamped[-1]
         new = hashes[len(self._engine) :]
         self._engine += new
-        self._stamped += [hashlib.sha256(self.content + block).digest() for block in new]
+        self._stamped += [hashlib.sha256(content + block).digest() for block in new]
         return self._stamped
 
 
@@ -198,7 +202,8 @@ class RequestState:
     @property
     def hashes(self) -> Sequence[bytes]:
         """The hashes of the exact blocks: the engine's hashes, joined with the stamp if there is one."""
-        return self.stamp.on(self.request.block_hashes)
+        stamp = self.stamp
+        return stamp.on(self.request.block_hashes, has_images=bool(stamp.of_images and self.request.mm_features))
 
     def add_note(self, text: str) -> None:
         """Append a text to the note of the response; an empty text adds nothing."""

@@ -106,8 +106,8 @@ class Scheduler:
         state = self._roles.begin(request)
         if request.lora_request is not None:
             state.stamp.content = self._adapter(request.lora_request)
-        if request.mm_features and self._setup.counts_images:
-            state.stamp.content += self._process  # The same number stands for a different image in another process.
+        if self._setup.counts_images:
+            state.stamp.of_images = self._process  # The same number stands for a different image in another process.
         self._states[state.id] = state
         self.counts["requests"] += 1
         self._repeated.arrived(state)  # before its block hashes are salted
