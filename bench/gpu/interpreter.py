@@ -22,13 +22,8 @@ def mend_interpreter() -> None:
     from triton.runtime import interpreter
 
     original, builder = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder
-    convert, types = (
-        builder.create_fp_to_fp,
-        {
-            language.float8e4nv: torch.float8_e4m3fn,
-            language.float8e5: torch.float8_e5m2,
-        },
-    )
+    convert = builder.create_fp_to_fp
+    types = {language.float8e4nv: torch.float8_e4m3fn, language.float8e5: torch.float8_e5m2}
 
     def patched(tensor: Any, scope: Any) -> None:
         original(tensor, scope)
