@@ -9,7 +9,6 @@ PYTEST_DONT_REWRITE: this module is imported and a plugin, in either order.
 
 import importlib.util
 import os
-import random
 import shutil
 import signal
 import socket
@@ -21,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from random import SystemRandom
 from typing import Any, Self
 
 import pytest
@@ -70,7 +70,7 @@ def wait_until(done: Callable[[], object], what: str, seconds: float = 20.0) -> 
 
 def free_port() -> int:
     """A port that is free now, and so is the one a cluster's bus takes with it."""
-    for port in random.sample(PORTS, 200):
+    for port in SystemRandom().sample(PORTS, 200):
         with suppress(OSError), socket.socket() as one, socket.socket() as other:
             one.bind((HOST, port))
             other.bind((HOST, port + 10_000))
