@@ -125,26 +125,29 @@ def test_blocks_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("writer", "kind", "cache", "said"),
+    ("writer", "kind", "scales", "cache", "said"),
     [
-        (False, "auto", torch.zeros(B, H, N, 2 * 8), "its attention backend FUSED has no separate operation that"),
+        (False, "auto", 1, torch.zeros(B, H, N, 2 * 8), "its attention backend FUSED has no separate operation that"),
         (
             True,
             "int8_per_token_head",
+            1,
             torch.zeros(B, H, N, 2 * 8, dtype=torch.int8),
             "quantised as int8_per_token_head",
         ),
-        (True, "auto", torch.zeros(B, H, N, 2 * 8 + 1), "does not store a key and a value"),
-        (True, "auto", torch.zeros(B, H, N, 2 * 8), ""),
-        (True, "fp8", torch.zeros(B, H, N, 2 * 8, dtype=torch.uint8), ""),
+        (True, "auto", 1, torch.zeros(B, H, N, 2 * 8 + 1), "does not store a key and a value"),
+        (True, "auto", 1, torch.zeros(B, H, N, 2 * 8), ""),
+        (True, "fp8", 1, torch.zeros(B, H, N, 2 * 8, dtype=torch.uint8), ""),
+        (True, "fp8", H, torch.zeros(B, H, N, 2 * 8, dtype=torch.uint8), f"has {H} scales in a layer"),
     ],
 )
 def test_single_tokens_are_found_only_where_the_backend_writes_keys_and_values_itself(
-    monkeypatch, writer, kind, cache, said
+    monkeypatch, writer, kind, scales, cache, said
 ):
     monkeypatch.setitem(vars(vllm_api), "MLAAttention", type("MLAAttention", (), {}))
     attention = SimpleNamespace(
         attn_backend=SimpleNamespace(get_name=lambda: "FUSED"), head_size=8, kv_cache_dtype=kind,
+        _k_scale=torch.ones(scales), _v_scale=torch.ones(scales),
         impl=SimpleNamespace(do_kv_cache_update=print) if writer else object(),
     )  # fmt: skip
     with pytest.raises(UnsupportedModel, match=said) if said else nullcontext():
@@ -155,7 +158,10 @@ def test_single_tokens_are_found_only_where_the_backend_writes_keys_and_values_i
 def test_numbers_of_8_bits_are_those_of_the_model_divided_by_scales(dtype):
     """What the pages have is given back bit by bit, also through a model in bfloat16."""
     name = next(name for name, one in FP8.items() if one is dtype)
-    attention = SimpleNamespace(head_size=8, kv_cache_dtype=name, _k_scale_float=0.013, _v_scale_float=3.7)
+    attention = SimpleNamespace(
+        head_size=8, kv_cache_dtype=name, _k_scale=torch.tensor(0.013), _k_scale_float=0.013,
+        _v_scale=torch.tensor(3.7), _v_scale_float=3.7,
+    )  # fmt: skip
     cache = torch.zeros(B, H, N, 2 * 8, dtype=torch.uint8)
     cache.view(dtype).copy_(torch.randn(B, H, N, 2 * 8) * 20)
     for computes in (torch.bfloat16, torch.float32):
@@ -176,7 +182,7 @@ def test_a_row_of_latent_attention_has_one_scale():
     written = []
     attention = SimpleNamespace(
         kv_lora_rank=12, qk_rope_head_dim=4, kv_cache_dtype="fp8", _k_scale=torch.tensor(0.5), _k_scale_float=0.5,
-        impl=SimpleNamespace(do_kv_cache_update=lambda *given: written.extend(given)),
+        _v_scale=torch.tensor(1.0), impl=SimpleNamespace(do_kv_cache_update=lambda *given: written.extend(given)),
     )  # fmt: skip
     cache = torch.zeros(B, N, 16, dtype=torch.uint8)
     cache.view(torch.float8_e4m3fn).copy_(torch.randn(B, N, 16) * 20)

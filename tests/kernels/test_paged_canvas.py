@@ -61,6 +61,7 @@ class Attention:
 
     head_size, layer_name, kv_cache_dtype = DIM, "layer", "fp8_e4m3"
     _k_scale_float, _v_scale_float = SCALES
+    _k_scale, _v_scale = map(torch.tensor, SCALES)
     attn_backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
 
     def __init__(self, counting):

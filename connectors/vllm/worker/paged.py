@@ -352,6 +352,10 @@ def quantised_type(attention: Any, cache: torch.Tensor) -> torch.dtype | None:
     kind: str = attention.kv_cache_dtype
     if kind not in FP8:
         raise UnsupportedModel(f"its KV cache is quantised as {kind} (supported: {', '.join(FP8)})")
+    # A checkpoint may have a scale for each KV head. The engine's floats are then the largest of these.
+    scales = max(attention._k_scale.numel(), attention._v_scale.numel())
+    if scales > 1:
+        raise UnsupportedModel(f"its KV cache has {scales} scales in a layer (supported: one for keys, one for values)")
     return FP8[kind]
 
 
