@@ -72,8 +72,9 @@ def rehearse(canvas_of: Callable[[], Canvas[R]], document: Placement, length: in
     for strategy in (*NEEDS_QUESTION, "deviation"):
         policy = RecomputePolicy(strategy=strategy, ratio=0.3, correction="shift")
         Blender(canvas_of(), blend_input, policy).run()
+    keys = [canvas.paged(layer).keys for layer in range(len(canvas.attentions))]
     kinds = {
-        (attention.sees_all, attention.sinks is None, canvas.paged(layer).keys.shape): layer
+        (attention.sees_all, attention.sinks is None, keys[layer].shape, keys[layer].dtype): layer
         for layer, attention in enumerate(canvas.attentions)
     }
     for layer in kinds.values():

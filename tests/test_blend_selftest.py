@@ -1,8 +1,14 @@
 """What the self-test allows: an error of lmc's is found, and a model is not refused for its own noise."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from lmc.blend import selftest
+from lmc.blend.canvas import Paged
+from lmc.blend.layer_attention import LayerAttention
+from lmc.blend.segments import Placement
 from lmc.blend.tolerances import check
 from lmc.errors import UnsupportedModel
 
@@ -37,3 +43,16 @@ def test_a_difference_that_noise_does_not_explain_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedModel, match=r"the self-test failed: .*; the limit is .*, and two prefills"):
         check("layers", difference, noise, dtype)
+
+
+def test_a_rehearsal_has_long_contexts_in_caches_of_each_type(monkeypatch) -> None:
+    """An engine may quantise the caches of some layers only. Kernels are compiled for each type."""
+    caches = [torch.zeros(1, 1, 16, 16, dtype=dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.bfloat16)]
+    canvas = SimpleNamespace(
+        attentions=[LayerAttention(scale=1.0)] * len(caches), paged=lambda layer: Paged(caches[layer], caches[layer])
+    )
+    rehearsed = set()
+    monkeypatch.setattr(selftest, "Blender", lambda *_: SimpleNamespace(run=lambda: None))
+    monkeypatch.setattr(selftest, "_attend_long", lambda _, layer: rehearsed.add(caches[layer].dtype))
+    selftest.rehearse(lambda: canvas, Placement(at=0, tokens=8, first=0), 16)
+    assert rehearsed == {torch.bfloat16, torch.float8_e4m3fn}
