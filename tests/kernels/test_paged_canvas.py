@@ -30,6 +30,7 @@ from lmc.connectors.vllm.worker.memory import memory_for
 from lmc.connectors.vllm.worker.native import MOST_RUNS, NativeLayers
 from lmc.connectors.vllm.worker.paged import TokenAccess
 from lmc.engine import Piece
+from lmc.errors import UnsupportedModel
 from lmc.keys import ChunkKey, RecordKind
 from lmc.shapes import KVShape
 
@@ -548,6 +549,37 @@ def test_a_border_of_batches_leaves_a_document_its_correction(monkeypatch, throu
         found += [[half.clone() for layer in range(3) for half in canvas.read(layer, everything[layer])]]
     for whole, in_two in zip(*found, strict=True):
         torch.testing.assert_close(in_two, whole)
+
+
+def states_of(monkeypatch, kernels: str, **attention_has) -> torch.Tensor:
+    """The states behind the first layer, of all rows of a prompt in one run."""
+    for name, one in attention_has.items():
+        monkeypatch.setattr(Attention, name, one, raising=False)
+    monkeypatch.setenv("LMC_KERNELS", kernels)
+    layers, positions = layers_over(kernels_of(torch.device("cpu")), 1), torch.arange(LENGTH)
+    rows = layers.begin(positions, positions, [torch.tensor(TABLES[0])], LENGTH)
+    (batch,) = rows.batches
+    assert batch.common[0].num_reqs == 1
+    layers.run(0, rows, batch)
+    return rows.states
+
+
+def test_the_engine_does_not_attend_if_it_divides_its_output(monkeypatch):
+    """After CUDA graphs with a quantised output, FlashInfer divides by its scale in each call, and nobody told lmc."""
+    states = [states_of(monkeypatch, kernels, _o_scale_float=0.01) for kernels in ("triton", "torch")]
+    assert torch.allclose(*states, atol=1e-4)
+
+
+@pytest.mark.parametrize("option", ["output_scale", "output_block_scale"])
+def test_a_quantised_output_is_refused(monkeypatch, option):
+    """A compiled model may have it, and is then not called: lmc would have written numbers without their scale."""
+
+    def call(attention, query, key, value):
+        given = (one.reshape(len(query), -1, DIM) for one in (query, key, value))
+        attention.impl.forward(attention, *given, None, None, torch.empty(0), **{option: torch.ones(1)})
+
+    with pytest.raises(UnsupportedModel, match="its attention quantises its output"):
+        states_of(monkeypatch, "triton", __call__=call)
 
 
 @pytest.mark.parametrize(("kernels", "requests"), [("triton", 1), ("torch", MOST_RUNS)])

@@ -363,6 +363,7 @@ class NativeLayers:
             def engine(built: Any) -> None:
                 original(module, query, key, value, cache, built, output, **more)
 
+            _check_output(more)
             rows = self._unquantised(module, query), key, value
             attended = self._attended(layer, batch, attention, rows, engine, output)
             if attended is not output:
@@ -376,6 +377,7 @@ class NativeLayers:
             def engine(built: Any) -> None:
                 original(query, latent, rotated, cache, built, output=output, **more)
 
+            _check_output(more)
             rows = absorbed(query, module.W_UK_T), rotated, latent[:, None]
             attended = self._attended(layer, batch, attention, rows, engine, output)
             if attended is not output:
@@ -410,7 +412,8 @@ class NativeLayers:
         def own() -> torch.Tensor | None:
             if layer == self.depth - 1:
                 return None
-            if common.num_reqs > 1 and (self.kernels.in_pages or self.attentions[layer].latent):
+            several = common.num_reqs > 1 and (self.kernels.in_pages or self.attentions[layer].latent)
+            if several or _divides_output(self.attention[layer]):
                 # The engine's attention would read the context again for each run. That of MLA needs the shortest runs
                 # first.
                 return self.kernels.attend(
@@ -533,6 +536,20 @@ def _unsupported(attention: Any) -> str:
         if getattr(attention, "has_sink", False) and _sinks_of(impl) is None
         else ""
     )
+
+
+def _check_output(options: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedModel` if these options of an attention call tell it to quantise its output."""
+    if any(options.get(name) is not None for name in ("output_scale", "output_block_scale")):
+        raise UnsupportedModel("its attention quantises its output (fuse_attn_quant), and lmc's attention does not")
+
+
+def _divides_output(attention: Any) -> bool:
+    """Return whether the engine's attention divides its output by a scale, also if it is not told to.
+
+    FlashInfer does so after its first call that quantised the output (`fuse_attn_quant`).
+    """
+    return getattr(attention, "_o_scale_float", None) is not None
 
 
 def _sinks_of(impl: Any) -> torch.Tensor | None:
