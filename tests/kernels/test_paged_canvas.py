@@ -551,6 +551,19 @@ def test_a_border_of_batches_leaves_a_document_its_correction(monkeypatch, throu
         torch.testing.assert_close(in_two, whole)
 
 
+def test_keys_that_tell_the_rotation_are_not_rounded_by_the_cache():
+    """Rounded to 8 bits, two keys differ by more than a wrong rotation may make of keys in 16 bits."""
+    found, before = [], []
+    for quantised in (False, True):
+        layers = layers_over(TORCH, 1, quantised=quantised)
+        before.append(layers.access[0].pages.keys.clone())
+        found.append(layers._keys_at(0, torch.tensor([0, 7])))
+        assert torch.equal(layers.access[0].pages.keys.float(), before[-1].float())
+        assert "scatter" not in vars(layers.access[0])
+    assert found[0].shape == (2, HEADS, DIM)
+    assert torch.equal(*found)
+
+
 def states_of(monkeypatch, kernels: str, **attention_has) -> torch.Tensor:
     """The states behind the first layer, of all rows of a prompt in one run."""
     for name, one in attention_has.items():

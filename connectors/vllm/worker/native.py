@@ -294,18 +294,19 @@ class NativeLayers:
             self._model(torch.ones_like(positions), positions)
 
     def _keys_at(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
-        """Return the keys `[T, H, D]` that a layer writes for token 1 at positions of block 1, which is unused.
+        """Return the keys `[T, H, D]` that a layer computes for token 1 at positions of block 1. Nothing is written.
 
-        Token 0 may be padding, whose hidden state may be zero.
+        Token 0 may be padding, whose hidden state may be zero. A quantised cache would round the keys.
         """
-        tables, access = [torch.ones_like(positions)] * self.group_count, self.access[layer]
+        tables, access, keys = [torch.ones_like(positions)] * self.group_count, self.access[layer], list[torch.Tensor]()
         rows = self.begin(torch.ones(self.block_size, dtype=torch.long), positions, tables, 8)
-        for batch in rows.batches:
-            self.run(layer, rows, batch, only_writes)
-        slots = self.slots(tables, positions)[layer]
-        keys, values = access.gather(slots)
-        access.scatter(slots, torch.zeros_like(keys), torch.zeros_like(values))
-        return keys
+        access.scatter = lambda _, computed, values: keys.append(computed.clone())  # type: ignore[method-assign, assignment]
+        try:
+            for batch in rows.batches:
+                self.run(layer, rows, batch, only_writes)
+        finally:
+            del access.scatter
+        return torch.cat(keys)
 
     def _rope_called(self, layer: int, rows: PagedRows, called: list[Any]) -> Any | None:
         """Return the RoPE that a layer calls; RoPEs add themselves to `called`. No keys are written."""
