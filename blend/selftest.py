@@ -16,7 +16,7 @@ from lmc.blend.kernels.shift import rotated
 from lmc.blend.layer_attention import LayerAttention
 from lmc.blend.segments import Placement
 from lmc.blend.strategies import NEEDS_QUESTION, RecomputePolicy
-from lmc.blend.tolerances import check, difference
+from lmc.blend.tolerances import FLOOR, THROUGH_LAYERS, check, difference
 from lmc.errors import UnsupportedModel
 
 PROMPT_TOKENS = 64  # tokens of the prompt after what the layers' windows hide from its last token
@@ -52,13 +52,17 @@ def prove(
     and in two. `repeated` is the KV of a prompt that repeats one token.
     """
     noise = _largest(in_two, exact)
-    found = max(_recomputed(canvas, exact), _rotated(moved, exact), _turned(canvas.attentions, repeated))
-    check("layers", found, noise, canvas.dtype)
+    # Everything is computed before anything is checked, because the ranks compute together.
+    recomputed = _recomputed(canvas, exact)
+    moved_keys = max(_rotated(moved, exact), _turned(canvas.attentions, repeated))
+    check("layers", recomputed, noise, THROUGH_LAYERS[canvas.dtype])
+    check("moved keys", moved_keys, noise, FLOOR[canvas.dtype])
 
 
 def prove_compiled(canvas: Canvas[R], exact: Sequence[KV], in_two: Sequence[KV]) -> None:
     """Do the same as `prove` for rows that go through all layers of the compiled model in one call."""
-    check("compiled layers", _recomputed(canvas, exact, through=True), _largest(in_two, exact), canvas.dtype)
+    recomputed, noise = _recomputed(canvas, exact, through=True), _largest(in_two, exact)
+    check("compiled layers", recomputed, noise, THROUGH_LAYERS[canvas.dtype])
 
 
 def rehearse(canvas_of: Callable[[], Canvas[R]], document: Placement, length: int) -> None:
