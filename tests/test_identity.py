@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lmc.connectors.transformers.hf import identity
-from lmc.connectors.vllm.model_identity import model_identity
+from lmc.connectors.vllm.model_identity import model_identity, weights_in_memory
 from lmc.engine import identity as module
 from lmc.engine.identity import (
     FRESH_SECONDS,
@@ -405,6 +405,21 @@ def test_the_config_and_the_loader_s_options_count_and_what_is_no_kv_does_not():
     assert identity_in_memory({**CONFIG, "hidden_size": 65}, w=WEIGHT) != before
     assert identity_in_memory(CONFIG, ["fp8"], w=WEIGHT) != before
     assert identity_in_memory({**CONFIG, "dtype": torch.float16, "_name_or_path": "elsewhere"}, w=WEIGHT) == before
+
+
+@pytest.mark.parametrize("name", ["_k_scale", "_v_scale"])
+def test_the_scales_of_a_quantised_cache_count(name):
+    """vLLM keeps them as buffers. The same numbers of 8 bits are other keys with another scale."""
+
+    def digest(scale: float, buffer: str) -> str:
+        model = torch.nn.ModuleDict({"attn": torch.nn.Linear(2, 2)})
+        torch.nn.init.ones_(model["attn"].weight)
+        torch.nn.init.zeros_(model["attn"].bias)
+        model["attn"].register_buffer(buffer, torch.tensor(scale))
+        return weights_in_memory(SimpleNamespace(load_config=SimpleNamespace(load_format="dummy")), model)
+
+    assert digest(0.5, name) == digest(0.5, name) != digest(0.25, name)
+    assert digest(0.5, "cos_sin_cache") == digest(0.25, "cos_sin_cache")
 
 
 # -- RoPE ----------------------------------------------------------------------------------------------------------

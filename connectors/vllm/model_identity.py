@@ -28,10 +28,14 @@ def model_identity(config: Any, weights: list[str]) -> str:
 
 
 def weights_in_memory(config: Any, model: Any | None) -> str:
-    """Return the digest of this rank's parameters; an empty string if the checkpoint's files identify the model."""
+    """Return the digest of this rank's parameters; an empty string if the checkpoint's files identify the model.
+
+    A checkpoint also has the scales of a quantised KV cache, which vLLM keeps as buffers.
+    """
     if model is None or files_of(config):
         return ""
-    return identity_of_parameters({}, sorted(model.named_parameters()))
+    scales = [(name, one) for name, one in model.named_buffers() if name.endswith(("._k_scale", "._v_scale"))]
+    return identity_of_parameters({}, [*sorted(model.named_parameters()), *sorted(scales)])
 
 
 def layout_of(config: Any, kv_cache_config: Any, pages: str) -> str:
