@@ -252,7 +252,7 @@ def correct(
     pages = canvas.paged(layer)
     keys, values, (heads, size, dim) = pages.keys, pages.values, pages.keys.shape[1:]
     wide = corrected_values(values.shape[3])
-    together = corrected(dim, values.shape[3], turn.cos.shape[1])
+    together = corrected(dim, values.shape[3], turn.cos.shape[1], scattered=turn.interleaved and pages.largest > 0)
     _correct[(len(spans.tiles), heads, TILE // together)](
         weights, changes, spans.tiles, *rows_of(turn), slots, keys, values, *pages.scales, size,
         *keys.stride()[:3], *values.stride()[:3],
@@ -265,9 +265,10 @@ def corrected_values(dim: int) -> dict[str, int]:
     return {"V": dim, "WIDE_V": padded(dim) if dim <= WIDEST else WIDEST // 2}
 
 
-def corrected(dim: int, value_dim: int, half: int) -> int:
+def corrected(dim: int, value_dim: int, half: int, *, scattered: bool = False) -> int:
     """Return the tokens per program of `_correct`, as many as fit into its registers.
 
-    They are fewer for long heads, latent values, and keys of which only the first `2 * half` numbers are rotated.
+    They are fewer for long heads, latent values, keys of which only the first `2 * half` numbers are rotated, and
+    `scattered` numbers: those of a quantised cache whose pairs lie side by side.
     """
-    return TILE if dim <= 128 and value_dim <= 128 and 2 * half == dim else TILE // 2
+    return TILE if dim <= 128 and value_dim <= 128 and 2 * half == dim and not scattered else TILE // 2

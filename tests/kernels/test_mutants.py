@@ -42,7 +42,7 @@ OUTPUTS_IN_8_BITS, PLACED_IN_8_BITS, CHANGES_IN_8_BITS, SHIFTED_IN_8_BITS = (
         ("test_attention_and_scores_are_those_of_the_models_numbers", (FLOAT, "HND")),
         ("test_what_is_placed_is_rotated_and_rounded_once", (64,)),
         ("test_deviations_and_changes_are_those_of_the_models_numbers", ()),
-        ("test_corrections_are_those_of_the_models_numbers", ()),
+        ("test_corrections_are_those_of_the_models_numbers", (False,)),
     )
 )
 WEIGHED = test_shift, "test_weights_are_those_of_torch", (PARTLY, FLOAT, False, "apart")

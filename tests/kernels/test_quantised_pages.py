@@ -49,8 +49,8 @@ def some_pages(dtype: torch.dtype, layout: str = "NHD") -> Paged:
     return quantised(pages_of(HEADS, DIM, SIZE, LENGTH, torch.float32, layout), dtype)
 
 
-def layer_of(pages: Paged, rotated: int = DIM) -> OneLayer:
-    return OneLayer(pages, rotated=rotated)
+def layer_of(pages: Paged, rotated: int = DIM, *, interleaved: bool = False) -> OneLayer:
+    return OneLayer(pages, rotated=rotated, interleaved=interleaved)
 
 
 @pytest.mark.parametrize("layout", mostly_long(["NHD", "HND", "apart"], "HND"))
@@ -115,11 +115,12 @@ def test_deviations_and_changes_are_those_of_the_models_numbers(dtype):
     assert (changes[0] - changes[1]).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", BITS, ids=str)
-def test_corrections_are_those_of_the_models_numbers(dtype):
+def test_corrections_are_those_of_the_models_numbers(dtype, interleaved):
     pages = some_pages(dtype)
     before = copied(pages)._replace(scales=SCALES)
-    found, wanted = layer_of(pages), layer_of(model_of(pages))
+    found, wanted = (layer_of(one, interleaved=interleaved) for one in (pages, model_of(pages)))
     at, uploads = torch.randperm(LENGTH), Uploads(torch.device("cpu"))
     examples, others = at[:13], at[13:]
     spans = Spans.of([len(others)], [len(examples)], uploads)
