@@ -916,6 +916,7 @@ def test_a_client_that_loads_much_holds_up_nobody_who_loads_little(tmp_path):
     def wait_and_note(verb, key):
         if verb == "read":
             assert goes_on.wait(60)
+            time.sleep(0.05)  # so that one thread does not read all while another one has no CPU
             reads.append(key)
 
     with serving(tmp_path, 100, tiers=[Faulty(tier, wait_and_note)]) as server:
