@@ -2,7 +2,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCHVISION ?= torchvision==0.28.0
-# Installed beside CPU builds of torch only: a CUDA build requires a Triton of its own.
+# Installed only with a CPU build of torch: a CUDA build requires a Triton of its own.
 DEV_TRITON := "triton==3.6.0; sys_platform == 'linux' and platform_machine == 'x86_64'"
 VENV := .venv
 ENGINE := .venv-vllm

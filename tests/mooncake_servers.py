@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from storage_fakes import eventually, free_port
+from ports import free_port
+from storage_fakes import eventually
 
 MEMBER = """
 import sys, time

@@ -18,20 +18,17 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
-from random import SystemRandom
 from typing import Any, Self
 
 import pytest
 import redis as redis_py
+from ports import free_port
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 HOST = "127.0.0.1"
 SLOTS = 16384
-# With a cluster's bus at +10000 still below the ports that the kernel gives to outgoing connections.
-PORTS = range(11_000, 22_000)
 # Run before the server in the same process: it is killed when its parent ends. Not a preexec_fn, which warns in
 # threaded processes.
 LAUNCH = """
@@ -66,16 +63,6 @@ def wait_until(done: Callable[[], object], what: str, seconds: float = 20.0) -> 
         if time.monotonic() > deadline:
             raise TimeoutError(f"not within {seconds:g} s: {what}") from last
         time.sleep(0.02)
-
-
-def free_port() -> int:
-    """A port that is free now, and so is the one a cluster's bus takes with it."""
-    for port in SystemRandom().sample(PORTS, 200):
-        with suppress(OSError), socket.socket() as one, socket.socket() as other:
-            one.bind((HOST, port))
-            other.bind((HOST, port + 10_000))
-            return port
-    raise OSError("no free port")
 
 
 def process_state(pid: int) -> str:

@@ -2,7 +2,6 @@
 
 import hashlib
 import mmap
-import socket
 import threading
 import time
 from collections import OrderedDict, defaultdict
@@ -11,7 +10,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from random import SystemRandom
 
 import ranked_locks  # noqa: F401 - Processes that tests start check the order of locks, too.
 import torch
@@ -30,7 +28,6 @@ from lmc.storage.tiers.tier import Entry, Finding, RecordReader, Tier, Wrapped, 
 # A start waits until an incomplete index has been compared with its directory, however slow the machine is.
 disk.START_SECONDS = 60.0
 
-PORTS = range(11_000, 32_000)  # below those that the kernel gives to connections
 NAMESPACE = bytes(32)
 PARTS = 3
 PART_BYTES = 4096
@@ -95,15 +92,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def free_port() -> int:
-    """Return a port that is free, and that the kernel does not give to another program's connection meanwhile."""
-    for port in SystemRandom().sample(PORTS, 200):
-        with suppress(OSError), socket.socket() as free:
-            free.bind(("127.0.0.1", port))
-            return port
-    raise OSError("no free port")
 
 
 def eventually(condition: Callable[[], object], seconds: float = 60.0) -> None:

@@ -19,8 +19,9 @@ from urllib.request import Request, urlopen
 
 import pytest
 from http_stub import http_stub
+from ports import free_port
 from rich.console import Console
-from storage_fakes import DictTier, free_port
+from storage_fakes import DictTier
 from test_cli import lmc
 from test_vllm_scheduler import counted, pretend
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -16,9 +16,10 @@ from pathlib import Path
 import prometheus_client
 import pytest
 from models import SEPARATOR, random_model, random_tokens
+from ports import free_port
 from prometheus_client import CollectorRegistry
 from rich.console import Console
-from storage_fakes import PART_BYTES, PARTS, DictTier, free_port, get, key_of, put
+from storage_fakes import PART_BYTES, PARTS, DictTier, get, key_of, put
 from typer.testing import CliRunner
 
 from lmc.commands.cli import app

@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import pytest
 import redis as redis_py
 from models import SEPARATOR, random_model, random_tokens
-from redis_servers import RedisCluster, RedisServer, Sentinels, free_port, servers_of, wait_until
+from ports import free_port
+from redis_servers import RedisCluster, RedisServer, Sentinels, servers_of, wait_until
 from storage_fakes import as_tensor, content, key_of, memory, meta_of, own_seconds, stored, tiers_of, writing
 
 from lmc.blend.segments import join

@@ -24,10 +24,10 @@ import pytest
 import test_cli
 from hypothesis import given
 from hypothesis import strategies as st
+from ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
 from service_fakes import arena_for, beat, eventually, serving
 from storage_fakes import key_of, meta_of, state_of, with_stray_holder
-from test_admin import free_port
 from test_keeper import CHUNK, RECORD, A, B, C, D, engine_of, known, learn, places
 from vllm_fakes import DOC_A, DOC_B, Lab, prompt
 from vllm_fakes import learn as learn_in

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 import test_cli
 import zmq
+from ports import free_port
 from service_process import ServerProcess
 from storage_fakes import eventually, key_of, meta_of
-from test_admin import free_port
 from test_keeper import RECORD, A, B, C, engine_of, learn
 
 from lmc.background import Background

@@ -1,4 +1,4 @@
-"""What Triton's interpreter does otherwise than a GPU, or not at all with numpy 2.4 and later, mended.
+"""Mends Triton's interpreter where it rounds otherwise than a GPU, and where it fails with numpy 2.4 and later.
 
 `--smoke` and the tests run the kernels in it. The interpreter of Triton 3.6 holds a number as an array of one
 dimension, and numpy 2.4 converts only arrays without dimensions to numbers. Converting to 8 bits, the interpreter makes

@@ -23,7 +23,6 @@ from lmc.shapes import GIB, MIB
 
 BLEND_LAYERS = 32
 DENSE = {"cuda": SDPBackend.FLASH_ATTENTION, "cpu": SDPBackend.MATH}  # cuDNN's would be faster, and another one
-EIGHT_BITS = torch.float8_e4m3fn
 ALLOWED = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}  # errors, relative to the largest value
 
 
@@ -305,7 +304,7 @@ def quantised(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) ->
         return
     scales, most = (0.03, 0.02), 0.13
     pages = pages_of(report, sizes, count, torch.float32)
-    keys, values = ((half / scale).to(EIGHT_BITS) for half, scale in zip(pages[:2], scales, strict=True))
+    keys, values = ((half / scale).to(torch.float8_e4m3fn) for half, scale in zip(pages[:2], scales, strict=True))
     pages = Paged(keys, values, pages.table, scales)
     before = exact(pages)
     slots = torch.randperm(count, device=report.device)

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 from lab import BLOCK
-from storage_fakes import free_port
+from ports import free_port
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "lmc/demo/small_model/model"

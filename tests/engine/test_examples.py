@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from storage_fakes import free_port
+from ports import free_port
 
 from lmc.demo import SHIPPED
 

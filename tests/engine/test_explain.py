@@ -10,7 +10,7 @@ import httpx
 import pytest
 import transformers
 from http_engine import HttpEngine
-from storage_fakes import free_port
+from ports import free_port
 from test_find_in_prompts import train
 
 pytestmark = pytest.mark.long

@@ -176,4 +176,4 @@ def test_the_commands_of_the_page_and_the_example_serve_a_prompt_from_the_other_
     assert answer
     assert re.fullmatch(r"\d+ ms to the first token of the second server", seconds)
     assert cached == f"{whole} of {usage['prompt_tokens']} tokens came from the cache"
-    wait_for_tokens(server, whole + 1)  # The answer is stored, too, but behind the last token.
+    wait_for_tokens(server, whole + 1)  # The answer is stored as well, after its last token was sent.

@@ -20,7 +20,7 @@ import pytest
 import zmq
 from http_engine import MODEL, HttpEngine
 from lab import BLOCK, words
-from storage_fakes import free_port
+from ports import free_port
 from transformers import AutoTokenizer
 
 sys.path.append(str(Path(__file__).parent.parent))

@@ -26,7 +26,7 @@ import pytest
 import transformers
 import yaml
 from amount import some
-from storage_fakes import free_port
+from ports import free_port
 
 from lmc import metrics
 from lmc.blend.strategies import STRATEGIES

@@ -578,7 +578,7 @@ def states_of(monkeypatch, kernels: str, **attention_has) -> torch.Tensor:
 
 
 def test_the_engine_does_not_attend_if_it_divides_its_output(monkeypatch):
-    """After CUDA graphs with a quantised output, FlashInfer divides by its scale in each call, and nobody told lmc."""
+    """After CUDA graphs with a quantised output, FlashInfer divides by its scale in each call without being told to."""
     states = [states_of(monkeypatch, kernels, _o_scale_float=0.01) for kernels in ("triton", "torch")]
     assert torch.allclose(*states, atol=1e-4)
 

@@ -413,10 +413,10 @@ class NativeLayers:
         def own() -> torch.Tensor | None:
             if layer == self.depth - 1:
                 return None
+            # The engine's attention would read the context again for each run. That of MLA needs the shortest runs
+            # first.
             several = common.num_reqs > 1 and (self.kernels.in_pages or self.attentions[layer].latent)
             if several or _divides_output(self.attention[layer]):
-                # The engine's attention would read the context again for each run. That of MLA needs the shortest runs
-                # first.
                 return self.kernels.attend(
                     query, self._context_of(layer, common), common.positions, self.attentions[layer]
                 )
