@@ -532,6 +532,15 @@ def test_what_size_cannot_read_is_said(tmp_path: Path) -> None:
             34 * 2 * 4 * 256 * 2,
             "can be blended by vLLM with lmc (Gemma3ForConditionalGeneration), if the model passes the self-test",
         ),
+        (  # Every sixth layer has larger heads, and the last ones keep nothing.
+            {
+                "model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "num_hidden_layers": 42,
+                "num_kv_shared_layers": 18, "num_key_value_heads": 2, "head_dim": 256, "global_head_dim": 512,
+                "layer_types": ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(42)],
+            },
+            24 * 2 * 2 * 512 * 2,
+            "documents can be blended by vLLM with lmc (Gemma4ForCausalLM)",
+        ),
         (
             {
                 "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 4096,

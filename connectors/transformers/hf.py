@@ -1,6 +1,7 @@
 """Adapters to the transformers library: its caches, its forward call, and the loading of models."""
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,15 +126,27 @@ def is_latent(config: Any) -> bool:
 
 
 def shape_of(config: Any, dtype: torch.dtype) -> KVShape:
-    """Return the shape of a token's KV, from the configuration of a text model."""
+    """Return the shape of a token's KV, from the configuration of a text model.
+
+    Layers that read the KV of others keep none. If layers differ, the shape is that of the largest, which records have.
+    """
+    layers = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    if is_latent(config):
+        dims = {"head_dim": config.qk_rope_head_dim, "value_dim": config.kv_lora_rank}
+        return KVShape(layers=layers, kv_heads=1, dtype=dtype, **dims)
+    of_layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    sizes = list(map(_heads_of, of_layers))
+    if dim := getattr(config, "global_head_dim", None):  # Gemma 4 before transformers 5.19
+        sizes.append((getattr(config, "num_global_key_value_heads", None) or sizes[0][0], dim))
+    kv_heads, head_dim = max(sizes, key=math.prod)
+    return KVShape(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+
+
+def _heads_of(config: Any) -> tuple[int, int]:
+    """Return the number of KV heads and their size, from the configuration of a layer."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or _falcon_kv_heads(config) or heads
-    key_dim = value_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if is_latent(config):
-        kv_heads, key_dim, value_dim = 1, config.qk_rope_head_dim, config.kv_lora_rank
-    return KVShape(
-        layers=config.num_hidden_layers, kv_heads=kv_heads, head_dim=key_dim, value_dim=value_dim, dtype=dtype
-    )
+    return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 def _falcon_kv_heads(config: Any) -> int | None:
