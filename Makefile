@@ -160,6 +160,7 @@ bench-engine: $(ENGINE)/ready $(VENV)/ready
 	$(ENGINE)/bin/python bench/vllm_serve.py --keep
 	$(ENGINE)/bin/python bench/pool.py --keep
 	$(ENGINE)/bin/python bench/vllm_quality.py --keep "$(SMOLLM2)"
+	$(ENGINE)/bin/python bench/vllm_drafts.py --keep "$(SMOLLM2)"
 	$(ENGINE)/bin/python bench/router_vllm.py --keep "$(SMOLLM2)"
 	$(ENGINE)/bin/python bench/chat.py --keep "$(SMOLLM2)"
 	$(ENGINE)/bin/python bench/chat.py --keep small

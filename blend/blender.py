@@ -108,8 +108,9 @@ class Blender(Generic[R]):
         if not len(self._reused):
             yield from self._pass(fresh)
         elif strategy in NEEDS_QUESTION:
+            attentions = self._canvas.attentions[: self._canvas.depth]
             paid = torch.zeros(self._canvas.depth, self._given.length, device=self._canvas.device)
-            weights = self._canvas.uploads.add(torch.tensor(score_weights(self._canvas.attentions))[:, None])  # [L, 1]
+            weights = self._canvas.uploads.add(torch.tensor(score_weights(attentions))[:, None])  # [L, 1]
             yield from self._ask(paid)
             self._number_documents()  # A GPU is still busy with the first pass.
             joined = self._canvas.largest if NEEDS_QUESTION[strategy] == "max" else self._canvas.summed
@@ -136,7 +137,8 @@ class Blender(Generic[R]):
         """Compute the tokens at these positions in every layer. At the layer `check`, fewer tokens go on."""
         canvas, repaired = self._canvas, self._repaired(positions)
         # Stored parts arrive layer by layer. While some must still be placed, run layer by layer, too.
-        through = canvas.compiled and check is None and (self._placed == canvas.depth or not self._given.placements)
+        placed = self._placed == canvas.depth + canvas.drafts or not self._given.placements
+        through = canvas.compiled and check is None and placed
         together = rows_by_document(self._documents, positions)
         rows = canvas.begin(positions, through=through, together=together) if len(positions) else None
         shifts = self._shifts(rows)
@@ -156,9 +158,10 @@ class Blender(Generic[R]):
                 repaired = self._repaired(rows.positions)
             for batch, shift in zip_longest(canvas.batches(rows), shifts):
                 canvas.run(layer, rows, batch, shift.attention(layer) if shift else None)
-                is_last = layer == canvas.depth - 1 and batch.stop == len(rows.positions)
+                is_last = layer == canvas.depth - 1 and batch.stop == len(rows.positions) and not canvas.drafts
                 finished = self._slice_of(layer, batch, shift.cost if shift else 0)
                 yield finished._replace(coming=0) if is_last else finished
+        yield from self._draft(rows)
 
     def _pass_through(self, rows: R, shifts: Sequence[Shift], repaired: torch.Tensor) -> Iterator[Slice]:
         """Compute these rows in all layers, batch after batch, since no row attends to a later batch."""
@@ -170,7 +173,20 @@ class Blender(Generic[R]):
         yield Slice(0, max(1, self._canvas.call_cost), coming=costs[0])
         for (batch, shift), cost, coming in zip(batches, costs, [*costs[1:], 0], strict=True):
             self._canvas.run_through(rows, batch, shift.attention if shift else lambda layer: None)
+            if self._canvas.drafts:
+                self._canvas.draft(rows, batch)
             yield Slice(depth - 1, cost, coming)
+
+    def _draft(self, rows: R | None) -> Iterator[Slice]:
+        """Place the stored parts of the draft model, and run rows that have gone through all layers through it."""
+        canvas = self._canvas
+        for layer in range(canvas.depth, canvas.depth + canvas.drafts):
+            yield from self._place(layer)
+        if rows is None or not canvas.drafts:
+            return
+        for batch in canvas.batches(rows):
+            canvas.draft(rows, batch)
+            yield self._slice_of(canvas.depth, batch)
 
     def _number_documents(self) -> None:
         """Prepare the shift, unless the policy has none. `deviation` stays as published, without a shift."""
@@ -202,6 +218,7 @@ class Blender(Generic[R]):
             for probe in probes:
                 self._canvas.run(layer, rows, probe.batch, self._scoring(layer, probe, paid[layer]))
                 yield self._slice_of(layer, probe.batch, self._canvas.context_cost(len(probe.present)))
+        yield from self._draft(rows)
 
     def _probes(self, positions: torch.Tensor, question: int, batches: Sequence[slice]) -> list["_Probe"]:
         """Return the keys that each batch of the first pass sees. The question begins at row `question`."""
@@ -223,7 +240,8 @@ class Blender(Generic[R]):
             write()
             at, present, first = probe.positions, probe.present, probe.scoring
             kernels, own = self._canvas.kernels, self._canvas.attentions[layer]
-            last = layer == self._canvas.depth - 1  # The output of the last layer is unused in this pass.
+            # Only a draft model reads the output of the last layer in this pass.
+            last = layer == self._canvas.depth - 1 and not self._canvas.drafts
             if last and first == len(at):
                 return None
             kv = self._canvas.context(layer, len(present), probe.absent)

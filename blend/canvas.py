@@ -102,6 +102,9 @@ class Canvas(Protocol[R]):
     """
 
     depth: int  # number of layers
+    # Number of layers of a draft model. They have keys and values, too, and come after the model's own layers in
+    # everything that is by layer. Only `draft` runs them.
+    drafts: int = 0
     device: torch.device
     kernels: Kernels  # they access keys and values by `slots` and `paged`, or by `read` and `write`
     attentions: Sequence[LayerAttention]  # by layer
@@ -148,6 +151,13 @@ class Canvas(Protocol[R]):
         """
         for layer in range(self.depth):
             self.run(layer, rows, batch, attention_of(layer))
+
+    def draft(self, rows: R, batch: slice, attention_of: Callable[[int], Attention] | None = None) -> None:
+        """Run a batch of rows through the draft model, if there is one, after they have gone through all layers.
+
+        Without `attention_of`, which is as in `run_through`, keys and values are written as by `run`.
+        """
+        return
 
     def slots(self, positions: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the slots `[T]` of the keys and values at `positions [T]`, by layer, on the device."""

@@ -11,7 +11,7 @@ from itertools import product
 import torch
 
 from lmc.blend.blender import Blender, BlendInput
-from lmc.blend.canvas import KV, Canvas, Paged, R
+from lmc.blend.canvas import KV, Canvas, Paged, R, writes_and_attends
 from lmc.blend.kernels.shift import rotated
 from lmc.blend.layer_attention import LayerAttention
 from lmc.blend.segments import Placement
@@ -49,7 +49,7 @@ def prove(
 
     `canvas` holds the random prompt and nothing stored. `moved` places a document: the prompt's last tokens, computed
     alone. `exact` and `in_two` are the KV `[T, H, D]` of the prompt by layer, from the model's own prefill in one chunk
-    and in two. `repeated` is the KV of a prompt that repeats one token.
+    and in two. `repeated` is the KV of a prompt that repeats one token. A draft model's KV is among them.
     """
     noise = _largest(in_two, exact)
     # Everything is computed before anything is checked, because the ranks compute together.
@@ -79,16 +79,16 @@ def rehearse(canvas_of: Callable[[], Canvas[R]], document: Placement, length: in
     keys = [canvas.paged(layer).keys for layer in range(len(canvas.attentions))]
     kinds = {
         (attention.sees_all, attention.sinks is None, keys[layer].shape, keys[layer].dtype): layer
-        for layer, attention in enumerate(canvas.attentions)
+        for layer, attention in reversed(list(enumerate(canvas.attentions)))
     }
     for layer in kinds.values():
-        _attend_long(canvas, layer)
+        attend_long(canvas, layer)
 
 
-def _attend_long(canvas: Canvas[R], layer: int) -> None:
+def attend_long(canvas: Canvas[R], layer: int) -> None:
     """Attend over long contexts of repeated keys, and score with questions of all sizes in `QUESTION_SIZES`.
 
-    The layer gets the hidden states before layer 0.
+    A layer of the model gets the hidden states before layer 0.
     """
     kernels, device = canvas.kernels, canvas.device
 
@@ -108,7 +108,13 @@ def _attend_long(canvas: Canvas[R], layer: int) -> None:
 
     rows = canvas.begin(torch.arange(1))
     canvas.uploads.send()
-    canvas.run(layer, rows, canvas.batches(rows)[0], attention)
+    (batch,) = canvas.batches(rows)
+    if layer < canvas.depth:
+        canvas.run(layer, rows, batch, attention)
+        return
+    for before in range(canvas.depth):
+        canvas.run(before, rows, batch)
+    canvas.draft(rows, batch, lambda one: attention if one == layer else writes_and_attends)
 
 
 def _repeated(pages: Paged, length: int) -> Paged:
@@ -144,7 +150,9 @@ def _recomputed(canvas: Canvas[R], exact: Sequence[KV], *, through: bool = False
     for layer in range(0 if through else canvas.depth):
         for batch in canvas.batches(rows):
             canvas.run(layer, rows, batch)
-    return _largest((canvas.read(layer, everything[layer]) for layer in range(canvas.depth)), exact)
+    for batch in canvas.batches(rows) if canvas.drafts else ():
+        canvas.draft(rows, batch)
+    return _largest((canvas.read(layer, everything[layer]) for layer in range(len(exact))), exact)
 
 
 def _rotated(moved: Canvas[R], exact: Sequence[KV]) -> float:
@@ -162,13 +170,14 @@ def _turned(attentions: Sequence[LayerAttention], repeated: Sequence[KV]) -> flo
 
     If all tokens of a prompt are equal, attention is a mean of equal values. So in every layer, the keys of two tokens
     differ only by their rotation. Sinks would give different weights to the values, so they allow this only in layer 0.
+    A draft model may compute the first position differently.
     """
     first = {attention.rotation: layer for layer, attention in reversed(list(enumerate(attentions)))}
     layers = [layer for layer in first.values() if layer == 0 or all(one.sinks is None for one in attentions[:layer])]
     found = []
     for layer in layers:
         keys = repeated[layer][0]
-        old = torch.arange(len(keys) // 2, device=keys.device)
+        old = torch.arange(1, len(keys) // 2, device=keys.device)
         new = old + len(keys) // 2
         moved = rotated(keys[old], attentions[layer].rotation.turn(old, new))
         found.append(difference(moved, keys[new]))

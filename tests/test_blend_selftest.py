@@ -64,6 +64,6 @@ def test_a_rehearsal_has_long_contexts_in_caches_of_each_type(monkeypatch) -> No
     )
     rehearsed = set()
     monkeypatch.setattr(selftest, "Blender", lambda *_: SimpleNamespace(run=lambda: None))
-    monkeypatch.setattr(selftest, "_attend_long", lambda _, layer: rehearsed.add(caches[layer].dtype))
+    monkeypatch.setattr(selftest, "attend_long", lambda _, layer: rehearsed.add(caches[layer].dtype))
     selftest.rehearse(lambda: canvas, Placement(at=0, tokens=8, first=0), 16)
     assert rehearsed == {torch.bfloat16, torch.float8_e4m3fn}

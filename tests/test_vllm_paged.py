@@ -207,13 +207,12 @@ def test_layers_that_share_a_cache_are_copied_once():
     assert len(pages.page_bytes) == L
 
 
-def test_layers_of_several_block_tables_are_apart_and_in_the_order_of_the_model():
-    """They are in the same memory. The engine lists them by block table, and only one of those that share a cache."""
+def test_layers_of_several_block_tables_are_apart():
+    """They are in the same memory. The engine describes only one of those that share a cache."""
     one, two = caches_of("LBHNC").values()
-    given = {"model.layers.10.attn": one, "model.layers.2.attn": two, "model.layers.3.attn": one, "alias": two}
-    groups = {"model.layers.10.attn": 0, "model.layers.2.attn": 0, "model.layers.3.attn": 1}
-    pages = Pages(given, B, groups)
-    assert (pages.layers, pages.group_of) == (3, [0, 1, 0])
+    given = {"layer 2": two, "layer 3": one, "layer 10": one, "alias": two, "sharing": one}
+    pages = Pages(given, B, {"layer 10": 0, "layer 2": 0, "layer 3": 1, "sharing": 0})
+    assert (pages.names, pages.group_of) == (["layer 2", "layer 3", "layer 10"], [0, 1, 0])
 
 
 @pytest.mark.parametrize("blocks", [[], [0], [5], [0, 1, 2, 3, 4, 5], [5, 4, 3], [1, 2, 4, 5, 0], [3, 3]])

@@ -21,8 +21,15 @@ from lmc.connectors.vllm import multi, vllm_api
 from lmc.connectors.vllm.guard import HookGuard
 from lmc.connectors.vllm.messages import StepPlan, StepReport, Table, WorkerFacts
 from lmc.connectors.vllm.model_identity import model_identity
-from lmc.connectors.vllm.model_kinds import objection, price_of_one_table, states_of, use_one_table, windows_of
-from lmc.connectors.vllm.plugin import join_log, loaded_model
+from lmc.connectors.vllm.model_kinds import (
+    describe_sharing_layers,
+    objection,
+    price_of_one_table,
+    states_of,
+    use_one_table,
+    windows_of,
+)
+from lmc.connectors.vllm.plugin import join_log, loaded_draft_model, loaded_model
 from lmc.connectors.vllm.scheduler.admin import Administration, serve_if_wanted
 from lmc.connectors.vllm.scheduler.scheduler import Scheduler
 from lmc.connectors.vllm.start import (
@@ -137,6 +144,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             self.settings = with_fitting_chunks(self.settings, vllm_config.cache_config.block_size)
         check_chunk_size(self.settings, vllm_config.cache_config.block_size)
         if role is vllm_api.KVConnectorRole.WORKER:
+            describe_sharing_layers(vllm_config, kv_cache_config)
             self._worker = Worker(vllm_config, kv_cache_config, blends=self.settings.enable_blending)
         elif transfer.kv_load_failure_policy != "recompute":
             log.warning(
@@ -170,7 +178,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             return
         self._beside = multi.neighbours(self, vllm_api.get_kv_transfer_group())
         self._reports_facts = self._beside is not None
-        self._facts = self._worker.register(kv_caches, loaded_model(), multi.blending_objection(self._beside or []))
+        why_not = multi.blending_objection(self._beside or [])
+        self._facts = self._worker.register(kv_caches, loaded_model(), loaded_draft_model(), why_not)
 
     def get_handshake_metadata(self) -> Handshake | None:
         """Return this worker's facts for the scheduler; None if there are other connectors, or if lmc is idle."""

@@ -27,7 +27,8 @@ TESTED = {
     "ExaoneMoeForCausalLM": "windows with RoPE, full attention without",
     "Gemma2ForCausalLM": "windows, a soft cap of logits",
     "Gemma3ForCausalLM": "windows, and a RoPE for each kind of layer",
-    "Gemma4ForCausalLM": "windows, two head sizes, proportional RoPE",
+    "Gemma3nForCausalLM": "windows, AltUp, shared KV",
+    "Gemma4ForCausalLM": "windows, two head sizes, proportional RoPE, shared KV",
     "Glm4ForCausalLM": "partial, interleaved RoPE",
     "Glm4MoeForCausalLM": "partial RoPE",
     "Glm4MoeLiteForCausalLM": "MLA, YaRN",
@@ -81,6 +82,7 @@ def price_of_one_table(model: Any) -> str:
     `model` is the engine's model configuration.
     """
     kinds: list[str] = list(getattr(model.hf_text_config, "layer_types", None) or ())
+    kinds = kinds[: len(kinds) - (getattr(model.hf_text_config, "num_kv_shared_layers", None) or 0)]
     windowed, longest = sum(kind in WINDOWED for kind in kinds), model.max_model_len
     windows = (getattr(model.hf_text_config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     window = next(filter(None, windows), longest)
@@ -128,6 +130,21 @@ def _not_stored(spec: Any) -> str:
     if getattr(spec, "non_causal", False):
         return "tokens of a prompt attend to later ones, so its KV does not serve other prompts with the same beginning"
     return ""
+
+
+def describe_sharing_layers(config: Any, kv_cache_config: Any) -> None:
+    """Add the layers that read the KV of other layers to the descriptions of the engine's caches.
+
+    If all layers have one block table and their caches differ, vLLM 0.30 to 0.33 looks for them there, and would not
+    start (Gemma 4 E2B and E4B).
+    """
+    targets = {
+        name: getattr(layer, "kv_sharing_target_layer_name", None)
+        for name, layer in config.compilation_config.static_forward_context.items()
+    }
+    for group in kv_cache_config.kv_cache_groups:
+        described = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        described |= {name: described[target] for name, target in targets.items() if target in described}
 
 
 def groups_of(kv_cache_config: Any) -> Mapping[str, int]:

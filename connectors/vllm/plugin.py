@@ -59,13 +59,28 @@ def join_log() -> None:
 
 def loaded_model() -> Any | None:
     """Return the model of this process's worker, or None if it cannot be found."""
+    runner = loaded_runner()
+    return None if runner is None else runner.get_model()
+
+
+def loaded_draft_model() -> Any | None:
+    """Return the draft model of this process's worker, or None if there is none, or if it cannot be found."""
+    runner = loaded_runner()
+    for name in ("drafter", "speculator"):  # the names of vLLM's two model runners
+        if (model := getattr(getattr(runner, name, None), "model", None)) is not None:
+            return model.unwrap() if hasattr(model, "unwrap") else model
+    return None
+
+
+def loaded_runner() -> Any | None:
+    """Return the model runner of this process's worker, or None if it cannot be found."""
     if _workers:
-        return _workers[0].get_model()
+        return _workers[0].model_runner
     frame = sys._getframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
         if callable(getattr(owner, "get_model", None)) and hasattr(owner, "attn_groups"):
-            return owner.get_model()  # type: ignore[union-attr]
+            return owner
         frame = frame.f_back  # type: ignore[assignment]
     return None
 

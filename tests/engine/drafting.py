@@ -1,9 +1,7 @@
-"""Speculative decoding in a real engine, whose drafts the prompt or a model predicts. `test_drafts.py` runs this."""
-
-import logging
+"""Speculative decoding in a real engine, whose drafts are found in the prompt. `test_drafts.py` runs this."""
 
 import pytest
-from lab import Prompt, agree, answer, engine, facts, words
+from lab import Prompt, agree, answer, facts, words
 from test_exact_and_blend import (
     DOCUMENTS,
     test_a_blend_behind_a_prefix_that_the_engine_has,
@@ -58,21 +56,3 @@ def test_drafts_are_accepted_after_a_blend_and_the_answer_is_stored_exactly(lab,
     assert facts(again)["exact_tokens"] > len(prompt.tokens), "the answer's tokens were stored, too"
     assert agree(again, wanted_later)
     lab.check()
-
-
-def test_beside_a_draft_model_pages_are_loaded_exactly_and_nothing_is_blended(models, caplog):
-    """The pages of its layers are stored with those of the model. Documents would have none for it."""
-    drafts = {"method": "draft_model", "model": str(models("draft")), "num_speculative_tokens": 3}
-    with (
-        caplog.at_level(logging.WARNING, "lmc"),
-        engine(models("gemma3mixed"), speculative_config=drafts) as lab,
-    ):
-        assert "blending is off: its draft model would lack the KV of blended documents" in caplog.text
-        prompt = Prompt(DOCUMENTS)
-        wanted = lab.vanilla(prompt.tokens, 60)
-        assert agree(lab.ask(prompt.tokens, prompt.blend(ratio=1.0), 60), wanted)
-        lab.forget_prefixes()
-        again = lab.ask(prompt.tokens, count=60)
-        assert facts(again)["exact_tokens"] == len(prompt.tokens) // 32 * 32
-        assert agree(again, wanted)
-        lab.check()

@@ -3,6 +3,7 @@
 import pytest
 from amount import mostly_long
 from lab import Prompt, answer, distance, facts, words
+from stepping import poison
 
 from lmc.blend.strategies import NEEDS_QUESTION
 from lmc.connectors.vllm.worker.native import NativeLayers
@@ -27,6 +28,8 @@ ENGINES = {
     "gemma3mixed": ("gemma3mixed", {}, {}),
     "one block table": ("gemma3mixed", {}, {"disable_hybrid_kv_cache_manager": True}),
     "gemma4": ("gemma4", {}, {}),
+    "gemma4small": ("gemma4small", {}, {}),
+    "gemma3n": ("gemma3n", {}, {}),
     "gptoss": ("gptoss", {}, {}),
     "cohere2": ("cohere2", {}, {}),
     "exaone4": ("exaone4", {}, {}),
@@ -65,7 +68,7 @@ ENGINES = {
 
 @pytest.fixture(
     scope="module",
-    params=mostly_long(ENGINES, "llama", "deepseek3", "smollm3"),
+    params=mostly_long(ENGINES, "llama", "deepseek3", "gemma4small", "smollm3"),
     ids=lambda name: name.replace(" ", "-"),
 )
 def lab(request, models, shared_engine):
@@ -128,6 +131,21 @@ def test_six_requests_at_once(lab):
     exact = [first.blend(ratio=1.0), None, second.blend(ratio=1.0), None, first.blend(ratio=1.0), None]
     found = lab.ask_all(list(zip(prompts, exact, strict=True)))
     assert [same(a, b) for a, b in zip(found, wanted, strict=True)] == [True] * 6
+    lab.check()
+
+
+def test_a_blend_behind_pages_that_are_loaded(lab):
+    """Each layer is computed when its pages are there, also by a strategy that computes it only once."""
+    prompt = Prompt(ORDER, system=2 * lab.setup.engine.chunk_size + 10)
+    wanted = lab.vanilla(prompt.tokens)
+    lab.learn(DOCUMENTS)
+    lab.forget_pages()
+    lab.ask(prompt.tokens[: prompt.spans[0][0]], {"blend": False}, 1)
+    lab.forget_prefixes()
+    poison()
+    found = lab.ask(prompt.tokens, prompt.blend(strategy="head", ratio=1.0))
+    assert (facts(found)["exact_tokens"] > 0, facts(found)["reused_tokens"]) == (True, sum(map(len, ORDER)))
+    assert same(found, wanted)
     lab.check()
 
 

@@ -151,13 +151,13 @@ def test_without_enable_blending_a_model_that_could_be_blended_is_not(lab, monke
     [
         ("impl.alibi_slopes", [0.5], "ALiBi"),
         ("has_sink", True, "attention sinks in an unknown form"),
-        ("impl.kv_sharing_target_layer_name", "model.layers.0", "the keys and values of another layer"),
+        ("impl.kv_sharing_target_layer_name", "model.layers.3", "the keys and values of another layer, and later"),
     ],
 )
 def test_attention_that_is_not_lmc_s_own_is_not_blended(lab, monkeypatch, name, value, said):
     """Of a model whose architecture is blended otherwise. The first pass would choose other tokens without a word."""
     *inside, name = name.split(".")
-    attention = layers_of_lmc().attention[-1]
+    attention = layers_of_lmc().attention[0]
     monkeypatch.setattr(attention.impl if inside else attention, name, value)
     with pytest.raises(UnsupportedModel, match=f"its attention has {said}"):
         NativeLayers(loaded_model(), lab.llm.llm_engine.vllm_config, lab.scheduler.kv_cache_config, {})

@@ -56,7 +56,7 @@ class PagedCanvas:
         `memory` has the stored parts of the job when they have `arrived`; on a GPU, they are copied on `stream`.
         `loads` loads the job's exact pages.
         """
-        self.depth, self.device, self.arrived = layers.depth, layers.device, arrived
+        self.depth, self.drafts, self.device, self.arrived = layers.depth, layers.drafts, layers.device, arrived
         self.dtype = min((shape.dtype for shape in layers.shapes), key=lambda dtype: dtype.itemsize)
         self.attentions: Sequence[LayerAttention] = layers.attentions
         self.kernels = layers.kernels
@@ -91,7 +91,7 @@ class PagedCanvas:
         if self._job.documents:
             self._place_documents(layer)
         ahead = [copies for copies in (self._loads, self._staging) if copies is not None]
-        for later in range(layer + 1, min(layer + 1 + AHEAD, self.depth)) if ahead else ():
+        for later in range(layer + 1, min(layer + 1 + AHEAD, self.depth + self.drafts)) if ahead else ():
             if not self.arrived(later):
                 break
             for copies in ahead:
@@ -142,6 +142,10 @@ class PagedCanvas:
     def run_through(self, rows: PagedRows, batch: slice, attention_of: Callable[[int], Attention | None]) -> None:
         """Run the engine's compiled model."""
         self._layers.run_through(rows, _batch(rows, batch), attention_of)
+
+    def draft(self, rows: PagedRows, batch: slice, attention_of: Callable[[int], Attention] | None = None) -> None:
+        """Run the engine's draft model, which writes its keys and values into the pages, too."""
+        self._layers.draft(rows, _batch(rows, batch), attention_of)
 
     def slots(self, positions: torch.Tensor) -> list[torch.Tensor]:
         """Return slot numbers `[T]` by layer: block × block size + offset."""
@@ -211,10 +215,12 @@ def prefill_alone(
         if batch_rows.through:
             layers.run_through(rows, batch, lambda layer: None)
             yield layers.depth * cost
-            continue
-        for layer in range(layers.depth):
+        for layer in range(0 if batch_rows.through else layers.depth):
             layers.run(layer, rows, batch)
             yield cost
+        if layers.drafts:
+            layers.draft(rows, batch)
+            yield layers.drafts * cost
 
 
 def read_tokens(access: TokenAccess, slots: torch.Tensor, into: KV) -> None:

@@ -6,7 +6,7 @@ transformers backend). Both kinds get what the model itself passes to them.
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -17,51 +17,68 @@ from lmc.blend.measured_rope import PROBED, Angles, rotations_by_layer, rotation
 from lmc.blend.rope import Rotation
 from lmc.errors import UnsupportedModel
 
-PASSED = {"positions", "hidden_states", "residual"}  # what lmc can pass to a layer of vLLM
+PASSED = {"positions", "hidden_states", "residual"}  # what lmc passes to each layer of vLLM
+OF_LAYER = {"per_layer_input"}  # what the model passes to a layer of its own, by row (Gemma 4)
+EMBEDDED = 2  # dimensions of hidden states `[T, E]`
 ANGLES = "position_embeddings"  # cos and sin of the rows, for a layer of transformers
 PART = 4096  # positions whose angles are computed at once
 
 Given = dict[str, Any]  # what a layer gets in addition to hidden states
 RunModel = Callable[[torch.Tensor], None]  # runs the model on one token at `positions [T]`
+After = tuple[torch.Tensor, torch.Tensor]  # rows `[T, E]` after a layer: the hidden states and the residual
 KeysAt = Callable[[int, torch.Tensor], torch.Tensor]  # the keys [T, H, D] of that token in a layer, at `positions [T]`
 
 
 class OwnLayers:
-    """Layers of vLLM's own models, which are called with positions, hidden states and perhaps a residual."""
+    """Layers of vLLM's own models, which are called with positions, hidden states and perhaps a residual.
+
+    A token may have several hidden states (AltUp in Gemma 3n, arXiv 2301.13310). Layers get these as `[S, T, E]`.
+    """
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._layers, self._signature = layers, inspect.signature(layers[0].forward)
         self.takes_residual = "residual" in self._signature.parameters
+        self._of_layer = OF_LAYER & self._signature.parameters.keys()
+        self._returned: list[type] = [tuple] * len(layers)  # by layer
 
     def begin(self, run: Callable[[], None]) -> tuple[torch.Tensor, list[Given]]:
-        """Return the hidden states `[T, E]` before layer 0, and what each layer gets in addition; here nothing.
+        """Return the hidden states `[T, E]` before layer 0, and what each layer gets in addition.
 
-        `run` runs the model on the rows. Raises `UnsupportedModel` if the model passes more to its layers.
+        `run` runs the model on the rows. Raises `UnsupportedModel` if the model passes something unknown to its layers.
         """
-        caught: list[torch.Tensor] = []
+        caught: list[Given] = []
+        wanted = len(self._layers) if self._of_layer else 1
 
-        def catch(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        def catch(*arguments: Any, **named: Any) -> Any:
             given = self._signature.bind(*arguments, **named).arguments
-            if more := [name for name, value in given.items() if value is not None and name not in PASSED]:
-                raise UnsupportedModel(f"its layers are called with {', '.join(more)}")
-            caught.append(given["hidden_states"])
-            raise EndOfLayer
+            given = {name: value for name, value in given.items() if value is not None}
+            if more := given.keys() - PASSED - self._of_layer:
+                raise UnsupportedModel(f"its layers are called with {', '.join(sorted(more))}")
+            caught.append(given)
+            if len(caught) == wanted:
+                raise EndOfLayer
+            return (given["hidden_states"], None) if self.takes_residual else given["hidden_states"]
 
-        handle = self._layers[0].register_forward_pre_hook(catch, with_kwargs=True)
-        try:
-            with suppress(EndOfLayer):
-                run()
-        finally:
-            handle.remove()
-        return caught[0], [{}] * len(self._layers)
+        with _replaced(self._layers, [catch] * len(self._layers)), suppress(EndOfLayer):
+            run()
+        of_layers = [{name: given[name][None] for name in self._of_layer & given.keys()} for given in caught]
+        states: torch.Tensor = caught[0]["hidden_states"]
+        return _by_row(states), of_layers if self._of_layer else [{}] * len(self._layers)
 
     def call(
         self, layer: int, states: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, given: Given
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Call a layer with rows `[T, E]`, and return the states and the residual after it."""
-        more = {"residual": residual if layer else None} if self.takes_residual else {}
-        found = self._layers[layer](positions=positions, hidden_states=states, **more)
-        return found if isinstance(found, tuple) else (found, None)
+        more: Given = {"residual": residual if layer else None} if self.takes_residual else {}
+        more |= {name: rows[0] for name, rows in given.items()}
+        found = self._layers[layer](positions=positions, hidden_states=_by_row(states), **more)
+        self._returned[layer] = type(found)
+        return found if isinstance(found, tuple) else (_by_row(found), None)
+
+    def answered(self, after: Sequence[After]) -> AbstractContextManager[None]:
+        """Return a context in which each layer returns what it is said to have returned, whatever it gets."""
+        pairs = zip(self._returned, after, strict=True)
+        return _replaced(self._layers, [_answering(one if form is tuple else one[0]) for form, one in pairs])
 
 
 class TransformersLayers:
@@ -70,20 +87,13 @@ class TransformersLayers:
     takes_residual = False
 
     def __init__(self, layers: Sequence[Any]) -> None:
-        self._layers = layers
+        self._layers, self._in_tuple = layers, False
 
     def begin(self, run: Callable[[], None]) -> tuple[torch.Tensor, list[Given]]:
         """See `OwnLayers.begin`. Raises `UnsupportedModel` if the model passes something unknown."""
         caught: list[tuple[torch.Tensor, Given]] = []
-        with self._caught(caught), suppress(EndOfLayer):
-            run()
-        return caught[0][0][0], [given for _, given in caught]
 
-    @contextmanager
-    def _caught(self, caught: list[tuple[torch.Tensor, Given]]) -> Iterator[None]:
-        """In this context, layers catch what they get, and return the hidden states as they are."""
-
-        def forward(hidden_states: torch.Tensor, *more: Any, **given: Any) -> torch.Tensor:
+        def catch(hidden_states: torch.Tensor, *more: Any, **given: Any) -> torch.Tensor:
             if any(one is not None for one in more) or not isinstance(given.get(ANGLES), tuple | torch.Tensor):
                 raise UnsupportedModel("lmc does not know what its layers are called with")
             caught.append((hidden_states, given | {"attention_mask": None}))
@@ -91,20 +101,22 @@ class TransformersLayers:
                 raise EndOfLayer
             return hidden_states
 
-        for layer in self._layers:
-            layer.forward = forward
-        try:
-            yield
-        finally:
-            for layer in self._layers:
-                del layer.forward
+        with _replaced(self._layers, [catch] * len(self._layers)), suppress(EndOfLayer):
+            run()
+        return caught[0][0][0], [given for _, given in caught]
 
     def call(
         self, layer: int, states: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, given: Given
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `OwnLayers.call`."""
         found = self._layers[layer](states[None], **given)
-        return (found[0] if isinstance(found, tuple) else found)[0], None
+        self._in_tuple = isinstance(found, tuple)
+        return (found[0] if self._in_tuple else found)[0], None
+
+    def answered(self, after: Sequence[After]) -> AbstractContextManager[None]:
+        """See `OwnLayers.answered`."""
+        rows = [states[None] for states, _ in after]
+        return _replaced(self._layers, [_answering((one,) if self._in_tuple else one) for one in rows])
 
     def rotations(self, run: RunModel, keys_at: KeysAt, longest: int, device: torch.device) -> list[Rotation]:
         """Return the rotation of each layer, for positions up to `longest`."""
@@ -124,6 +136,28 @@ class TransformersLayers:
         return rotations_by_layer(kinds, ways, angles)
 
 
+@contextmanager
+def _replaced(layers: Sequence[Any], calls: Sequence[Callable[..., Any]]) -> Iterator[None]:
+    """In this context, these functions are called instead of the layers."""
+    for layer, call in zip(layers, calls, strict=True):
+        layer.forward = call
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _answering(answer: Any) -> Callable[..., Any]:
+    """Return a function that returns this answer, whatever it gets."""
+    return lambda *_, **__: answer
+
+
+def _by_row(states: torch.Tensor) -> torch.Tensor:
+    """Return hidden states `[S, T, E]` as `[T, S, E]` or the other way around; `[T, E]` stay as they are."""
+    return states.transpose(0, 1).contiguous() if states.dim() > EMBEDDED else states
+
+
 def calls_of(layers: Sequence[Any]) -> OwnLayers | TransformersLayers:
     """Return how the layers of a model are called. Raises `UnsupportedModel` if lmc does not know."""
     for kind in {type(layer): layer for layer in layers}.values():
@@ -131,7 +165,7 @@ def calls_of(layers: Sequence[Any]) -> OwnLayers | TransformersLayers:
         if ANGLES in parameters:
             return TransformersLayers(layers)
         named = [one for one in parameters.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-        more = [one.name for one in named if one.default is one.empty and one.name not in PASSED]
+        more = [one.name for one in named if one.default is one.empty and one.name not in PASSED | OF_LAYER]
         if more or not {"positions", "hidden_states"} <= parameters.keys():
             raise UnsupportedModel(f"its layers are called with {', '.join(one.name for one in named)}")
     return OwnLayers(layers)

@@ -24,6 +24,7 @@ from lmc.blend.layer_attention import LayerAttention, absorbed
 from lmc.blend.rope import UNROTATED, Rotation, check_rope
 from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.model_kinds import groups_of, specs_of
+from lmc.connectors.vllm.worker.draft_model import NO_DRAFTS, DraftModel, Output
 from lmc.connectors.vllm.worker.layer_calls import Given, TransformersLayers, calls_of, rows_of
 from lmc.connectors.vllm.worker.paged import token_access
 from lmc.copies import Uploads
@@ -41,6 +42,7 @@ class RowBatch:
     common: list[vllm_api.CommonAttentionMetadata]  # by KV cache group
     # Metadata by kind of layer, built from `common`.
     metadata: dict[Any, Any] = field(default_factory=dict)
+    output: Output | None = None  # what the model has returned, if it was called as a whole and has a draft model
 
 
 @dataclass(slots=True)
@@ -50,42 +52,48 @@ class PagedRows:
     positions: torch.Tensor  # [T], on the host
     at: torch.Tensor  # [T], the same on the device
     tokens: torch.Tensor  # [T], on the device
+    drafted: torch.Tensor  # [T], the tokens that a draft model gets
     batches: list[RowBatch]
     states: torch.Tensor  # [T, E], empty before layer 0
     residual: torch.Tensor  # [T, E]
     given: list[Given] = field(default_factory=list)  # by layer, what it gets in addition; empty before layer 0
+    # After some layers, the states and the residual that a draft model reads.
+    between: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 class NativeLayers:
-    """The decoder layers of a loaded model."""
+    """The decoder layers of a loaded model, and after them those of its draft model, which run together."""
 
-    def __init__(self, model: Any, config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: Any,
+        kv_cache_config: Any,
+        caches: Mapping[str, torch.Tensor],
+        draft_model: DraftModel = NO_DRAFTS,
+    ) -> None:
         """Examine the model. Raises `UnsupportedModel` with the reason if it cannot be blended exactly."""
-        parallel = config.parallel_config
-        if parallel.pipeline_parallel_size > 1:
-            raise UnsupportedModel("its layers are on several pipeline stages")
-        if parallel.data_parallel_size > 1 and parallel.is_moe_model is not False:
-            raise UnsupportedModel(
-                "its experts are shared with other data-parallel engines, which run steps independently"
-            )
+        _check_parallel(config.parallel_config)
         groups = kv_cache_config.kv_cache_groups
         specs = {name: spec for group in groups for name, spec in specs_of(group).items()}
         if any(isinstance(spec, vllm_api.MambaSpec) for spec in specs.values()):
             raise UnsupportedModel("it has layers with a state (linear attention, Mamba)")
         # In a multimodal model, the layers are those of its language model.
         language = model.get_language_model() if hasattr(model, "get_language_model") else model
-        self._config, self._model, self._layers = config, language, _layers_of(language)
+        self._config, self._model = config, language
+        self._layers, attention, self._sharing = _own_layers(language)
         self.architecture = type(language).__name__
         self.longest = int(config.model_config.max_model_len)
         # Whether the engine has compiled the model as a whole. Compilation has then ended before this point. The
         # language model of a multimodal model is compiled for embeddings instead of tokens.
         self.compiled = language is model and not getattr(language.model, "do_not_compile", True)
         self._calls = calls_of(self._layers)
-        kinds = vllm_api.Attention, vllm_api.MLAAttention
-        attentions = [[module for module in layer.modules() if isinstance(module, kinds)] for layer in self._layers]
-        if any(len(modules) != 1 for modules in attentions):
-            raise UnsupportedModel("a layer does not have exactly one attention")
-        self.attention = [modules[0] for modules in attentions]
+        if self._sharing and draft_model.reads_on:
+            raise UnsupportedModel("its draft model reads what its last layers compute, and these share KV")
+        self._draft_model, self.drafts = draft_model, len(draft_model.attention)
+        self.attention = attention + draft_model.attention
+        # EAGLE-3 reads the states after these numbers of layers. The engine has told the model.
+        self._aux_layers: tuple[int, ...] = tuple(getattr(language.model, "aux_hidden_state_layers", ()))
         if extras := list(filter(None, map(_unsupported, self.attention))):
             raise UnsupportedModel(f"its attention has {extras[0]}, which lmc's attention does not support")
         self.block_size: int = groups[0].kv_cache_spec.block_size
@@ -121,6 +129,8 @@ class NativeLayers:
         self.shape = max(self.shapes, key=lambda shape: shape.token_bytes)  # the largest, which records have
         rotations = self._rotations()
         interleaved = any(rotation.interleaved for rotation in rotations)
+        if self.drafts:
+            rotations += self._draft_rotations(rotations)
         self.rope = rope_name(getattr(language.config, "rope_parameters", None), interleaved=interleaved)
         self.attentions = [
             LayerAttention(scale=float(one.impl.scale), rotation=rotation, **_sight_of(one))
@@ -141,7 +151,7 @@ class NativeLayers:
     def samples(self) -> list[int]:
         """One layer of each kind; the first layers of a model with experts often have none, for example."""
         first: dict[Any, int] = {}
-        for layer, (module, kind) in enumerate(zip(self._layers, self._kinds, strict=True)):
+        for layer, (module, kind) in enumerate(zip(self._layers, self._kinds, strict=False)):
             first.setdefault((kind, *(weight.shape for weight in module.parameters())), layer)
         return list(first.values())
 
@@ -183,7 +193,10 @@ class NativeLayers:
         with self._uploading(uploads) as own:
             none, at = torch.empty(0, device=self.device), own.add(positions)
             batches = self._batches(positions, at, tables, size, own, together)
-            return PagedRows(positions, at, own.add(tokens[positions]), batches, none, none)
+            given = drafted = own.add(tokens[positions])
+            if self._draft_model.reads_on:
+                drafted = own.add(tokens[(positions + 1).clamp_max_(len(tokens) - 1)])
+            return PagedRows(positions, at, given, drafted, batches, none, none)
 
     def keep(self, rows: PagedRows, kept: torch.Tensor, tables: Sequence[torch.Tensor], size: int) -> PagedRows:
         """Return copies of the rows at the ascending indices `kept`, after at least one layer has run."""
@@ -195,16 +208,18 @@ class NativeLayers:
             positions,
             at,
             rows.tokens[kept],
+            rows.drafted[kept],
             batches,
             rows.states[kept],
             rows.residual[kept if self._calls.takes_residual else slice(0)],
             [rows_of(given, kept, len(rows.positions)) for given in rows.given],
+            {layer: (states[kept], residual[kept]) for layer, (states, residual) in rows.between.items()},
         )
 
     def run(self, layer: int, rows: PagedRows, batch: RowBatch, attention: Attention | None = None) -> None:
         """Run a layer for the rows of a batch, in place, and write their keys and values into the pages.
 
-        In the last layer, only the projections are computed, because its output is not read. The exception is an
+        In the last layer, only the projections are computed, unless a draft model reads the output. The exception is an
         `attention` that returns a result without calling the engine's attention.
         """
         if not len(rows.states):
@@ -223,6 +238,10 @@ class NativeLayers:
         if residual is not None:  # Layers of Gemma 4 take a residual, and neither use nor return one.
             rows.residual[batch.rows] = residual
         rows.states[batch.rows] = states
+        if layer + 1 in self._aux_layers:
+            halves = rows.between.setdefault(layer, (torch.empty_like(rows.states), torch.empty_like(rows.residual)))
+            for half, now in zip(halves, (rows.states, rows.residual), strict=True):
+                half[batch.rows] = now[batch.rows]
 
     def run_through(self, rows: PagedRows, batch: RowBatch, attention_of: Callable[[int], Attention | None]) -> None:
         """Run all layers for the rows of a batch, in the model as the engine has compiled it."""
@@ -232,19 +251,55 @@ class NativeLayers:
             stack.enter_context(self._context(batch.rows.stop - batch.rows.start, skip_compiled=False))
             # The compiled model expects the runner's dtypes, and memory that begins at a multiple of 16 bytes.
             tokens, positions = rows.tokens[batch.rows].to(torch.int32), rows.at[batch.rows].clone()
-            self._model(tokens, positions)
+            batch.output = self._model(tokens, positions)
+
+    def draft(self, rows: PagedRows, batch: RowBatch, attention_of: Callable[[int], Attention] | None = None) -> None:
+        """Run the draft model for the rows of a batch, which have gone through all layers.
+
+        Its keys and values are written into the pages. Without `attention_of`, the last layer ends then, because no
+        draft is read.
+        """
+        output, batch.output = batch.output, None
+        if output is None and self._draft_model.reads_on:
+            output = self._output(rows, batch)
+        last = self.depth + self.drafts - 1
+        usual = attention_of or (lambda layer: only_writes if layer == last else writes_and_attends)
+        self._draft(rows, batch, output, usual)
+
+    def _draft(
+        self, rows: PagedRows, batch: RowBatch, output: Output | None, attention_of: Callable[[int], Attention]
+    ) -> None:
+        with suppress(EndOfLayer), ExitStack() as stack:
+            for layer in range(self.depth, self.depth + self.drafts):
+                stack.enter_context(self._replaced(layer, batch, attention_of(layer)))
+            stack.enter_context(self._context(batch.rows.stop - batch.rows.start))
+            self._draft_model.run(rows.drafted[batch.rows].to(torch.int32), rows.at[batch.rows], output)
+
+    def _output(self, rows: PagedRows, batch: RowBatch) -> Output:
+        """Return what the model returns for the rows of a batch, which have gone through all layers one by one."""
+        tokens, positions, residual = rows.tokens[batch.rows], rows.at[batch.rows], rows.residual[batch.rows]
+        last = rows.states[batch.rows], residual
+        between = {layer: (one[0][batch.rows], one[1][batch.rows]) for layer, one in rows.between.items()}
+        after = [between.get(layer, last) for layer in range(self.depth)]
+        with self._calls.answered(after), self._context(len(tokens)):
+            output: Output = self._model(tokens, positions)
+        return output
 
     def run_model(self, rows: PagedRows, batch: RowBatch) -> None:
-        """Run the rows of a batch through the model as the engine does."""
+        """Run the rows of a batch through the model, and then through its draft model, as the engine does."""
         groups = zip(self.attention, self.group_of, strict=True)
         slots = {one.layer_name: batch.common[group].slot_mapping for one, group in groups}
         built = {kind: self._metadata(batch, kind) for kind in self._builders}
         metadata = {one.layer_name: built[kind] for one, kind in zip(self.attention, self._kinds, strict=True)}
+        for of_layers in (slots, metadata):
+            of_layers |= {name: of_layers[target] for name, target in self._sharing.items()}
         positions = rows.at[batch.rows]
         if self._config.model_config.uses_mrope:  # A token has three positions, which are equal in text.
             positions = positions.expand(3, -1)
         with self._context(batch.rows.stop - batch.rows.start, attn_metadata=metadata, slot_mapping=slots):
-            self._model(rows.tokens[batch.rows], positions)
+            output = self._model(rows.tokens[batch.rows], positions)
+            if self.drafts:
+                self._draft_model.run(rows.drafted[batch.rows].to(torch.int32), rows.at[batch.rows], output)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -287,6 +342,39 @@ class NativeLayers:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _draft_rotations(self, known: Sequence[Rotation]) -> list[Rotation]:
+        """Return the rotation of each layer of the draft model: that of the RoPE called before its attention.
+
+        Rotations that are equal to one of those `known` are the same object. Nothing is written. Raises
+        `UnsupportedModel` if a step of the draft model does not call each of its layers once.
+        """
+        ropes = {rope: _rotation_of(rope, self.longest) for rope in self._draft_model.modules() if _is_rope(rope)}
+        called, rotations = list[Any](), list[tuple[int, Rotation]]()
+
+        def attention_of(layer: int) -> Attention:
+            def attention(query: torch.Tensor, _: object, __: object) -> torch.Tensor:
+                rotation = ropes[called[-1]] if called else UNROTATED
+                rotations.append((layer, next((one for one in known if one.same_as(rotation)), rotation)))
+                called.clear()
+                return query.new_zeros(*query.shape[:2], self.access[layer].value_dim)
+
+            return attention
+
+        token = torch.zeros(1, dtype=torch.long)
+        rows = self.begin(token, token, [token + 1] * self.group_count, 1)
+        states = torch.zeros(1, self.width, dtype=self.computes, device=self.device)
+        aux = [states] * len(self._aux_layers)
+        handles = [rope.register_forward_pre_hook(lambda rope, _: called.append(rope)) for rope in ropes]
+        try:
+            with torch.inference_mode():
+                self._draft(rows, rows.batches[0], (states, aux) if aux else states, attention_of)
+        finally:
+            for handle in handles:
+                handle.remove()
+        if [layer for layer, _ in rotations] != list(range(self.depth, self.depth + self.drafts)):
+            raise UnsupportedModel("a step of its draft model does not call each of its layers once")
+        return [rotation for _, rotation in rotations]
 
     def _run_at(self, positions: torch.Tensor) -> None:
         """Run the model on token 1 at these positions. Nothing is written."""
@@ -411,7 +499,7 @@ class NativeLayers:
             self.access[layer].scatter(common.slot_mapping, keys, values)
 
         def own() -> torch.Tensor | None:
-            if layer == self.depth - 1:
+            if layer == self.depth - 1 and not self._draft_model.reads_on:
                 return None
             # The engine's attention would read the context again for each run. That of MLA needs the shortest runs
             # first.
@@ -480,6 +568,14 @@ class NativeLayers:
         return [of_group(blocks) for blocks in tables]
 
 
+def _check_parallel(parallel: Any) -> None:
+    """Raise `UnsupportedModel` if lmc cannot run layers with this parallelism."""
+    if parallel.pipeline_parallel_size > 1:
+        raise UnsupportedModel("its layers are on several pipeline stages")
+    if parallel.data_parallel_size > 1 and parallel.is_moe_model is not False:
+        raise UnsupportedModel("its experts are shared with other data-parallel engines, which run steps independently")
+
+
 def _own_config(config: Any, runs: int) -> Any:
     """Return the engine's configuration for lmc's own metadata builder: at most `runs` requests, no CUDA graphs."""
     lmc_config = copy.copy(config)
@@ -518,6 +614,28 @@ def _layers_of(language: Any) -> list[Any]:
     return layers
 
 
+def _own_layers(language: Any) -> tuple[list[Any], list[Any], dict[str, str]]:
+    """Return the decoder layers with keys and values of their own, their attention, and the names of the others.
+
+    The last layers may read the keys and values of earlier ones (Gemma 4 E2B). A prompt's KV does not depend on what
+    they compute, so lmc does not run them. For each name, there is the name of the layer that is read.
+    Raises `UnsupportedModel` if a layer has no attention or several.
+    """
+    layers, kinds = _layers_of(language), (vllm_api.Attention, vllm_api.MLAAttention)
+    attentions = [[module for module in layer.modules() if isinstance(module, kinds)] for layer in layers]
+    if any(len(modules) != 1 for modules in attentions):
+        raise UnsupportedModel("a layer does not have exactly one attention")
+    attention = [modules[0] for modules in attentions]
+    sharing = {one.layer_name: name for one in attention if (name := _shared_by(one))}
+    own = len(layers) - len(sharing)
+    return layers[:own], attention[:own], sharing
+
+
+def _shared_by(attention: Any) -> str:
+    """Return the name of another layer whose keys and values this attention reads; an empty string if there is none."""
+    return getattr(attention.impl, "kv_sharing_target_layer_name", None) or ""
+
+
 def _unsupported(attention: Any) -> str:
     """Return what the attention computes that lmc's own attention does not; an empty string if nothing.
 
@@ -530,8 +648,8 @@ def _unsupported(attention: Any) -> str:
         return "weights in a form of its backend"
     if getattr(impl, "alibi_slopes", None) is not None or getattr(attention, "use_alibi_sqrt", False):
         return "ALiBi"
-    if getattr(impl, "kv_sharing_target_layer_name", None):
-        return "the keys and values of another layer"
+    if _shared_by(attention):
+        return "the keys and values of another layer, and later layers do not"
     return (
         "attention sinks in an unknown form"
         if getattr(attention, "has_sink", False) and _sinks_of(impl) is None

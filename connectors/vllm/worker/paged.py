@@ -49,19 +49,20 @@ class Pages:
     def __init__(
         self, caches: Mapping[str, torch.Tensor], blocks: int, groups: Mapping[str, int] | None = None
     ) -> None:
-        """Prepare the caches of layers, by their names; `groups` are their KV cache groups, by default one for all."""
+        """Prepare the caches of layers, by their names and in the order in which the layers run.
+
+        `groups` are their KV cache groups, by default one for all.
+        """
         of_layer = groups or dict.fromkeys(caches, 0)
         # Layers of one group may share a cache, which is used only once here; `groups` may lack all but one of them.
         # Layers of several groups are in the same memory, in blocks of their own.
-        named = {
-            (of_layer[name], one.data_ptr(), one.shape, one.stride()): (name, one)
-            for name, one in caches.items()
-            if name in of_layer
-        }
+        named: dict[Any, tuple[str, torch.Tensor]] = {}
+        for name, one in caches.items():
+            if name in of_layer:
+                named.setdefault((of_layer[name], one.data_ptr(), one.shape, one.stride()), (name, one))
         apart = list(named.values())
-        if len(set(of_layer.values())) > 1:
-            apart.sort(key=lambda one: _numbers_in(one[0]))  # The engine lists them group by group.
-        self.group_of = [of_layer[name] for name, _ in apart]
+        self.names = [name for name, _ in apart]  # by layer
+        self.group_of = [of_layer[name] for name in self.names]
         views = [(_page_major(cache, blocks), _order(cache)) for _, cache in apart]
         self.views = [view for view, _ in views]  # by layer, the engine's memory as pages
         layouts = [f"{tuple(view.shape[1:])}{view.dtype}{order}" for view, order in views]
@@ -426,11 +427,6 @@ def widened(pages: torch.Tensor) -> torch.Tensor:
     if offset % WIDEST.itemsize:  # The page is aligned, but a view with 16-byte numbers needs an aligned offset, too.
         return pages
     return pages.as_strided((len(pages), pages[0].numel()), (pages.stride(0), 1)).view(WIDEST)
-
-
-def _numbers_in(name: str) -> list[int]:
-    """Return the numbers in a layer's name; the first is the layer's number in the model."""
-    return [int(part) for part in name.split(".") if part.isdecimal()]
 
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:

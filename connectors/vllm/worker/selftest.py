@@ -42,7 +42,7 @@ def prove_model(
     page-locked memory, as in a blend. Returns whether the model can also be called in its compiled form.
     """
     reach = max(attention.reach for attention in layers.attentions)
-    exam = _Exam(layers, random_prompt(vocabulary, reach, layers.longest, layers.device), rows, stream)
+    exam = Exam(layers, random_prompt(vocabulary, reach, layers.longest, layers.device), rows, stream)
     length = len(exam.tokens)
     if blocks <= max(map(max, exam.tables)):
         raise UnsupportedModel(f"the KV cache has only {blocks} blocks, and the self-test needs more")
@@ -125,6 +125,8 @@ def _bytes_of(layers: NativeLayers, rows: int) -> int:
             for layer in layers.samples:
                 for batch in batches.batches:
                     layers.run(layer, batches, batch)
+            for batch in batches.batches if layers.drafts else ():
+                layers.draft(batches, batch)
     finally:
         _clear(layers, [(1,)] * layers.group_count)
     return torch.cuda.max_memory_allocated(layers.device) - before if cuda else 0
@@ -143,7 +145,7 @@ class _OnePart:
         return np.full(len(slots), self._part.data_ptr(), np.int64) if self._part.is_pinned() else None
 
 
-class _Exam:
+class Exam:
     """The self-test's prompt in unused blocks."""
 
     def __init__(

@@ -41,6 +41,7 @@ from lmc.connectors.vllm.model_kinds import TESTED, groups_of
 from lmc.connectors.vllm.plugin import bytes_of_steps
 from lmc.connectors.vllm.vllm_api import get_pp_group, get_tensor_model_parallel_rank, get_tp_group
 from lmc.connectors.vllm.worker.canvas import COPY_COST, BatchRows, PagedCanvas, prefill_alone, read_tokens
+from lmc.connectors.vllm.worker.draft_model import DraftModel
 from lmc.connectors.vllm.worker.memory import allocated, make_room, memory_for
 from lmc.connectors.vllm.worker.native import NativeLayers
 from lmc.connectors.vllm.worker.paged import Move, Pages
@@ -108,12 +109,18 @@ class Worker:
 
     # -- start -------------------------------------------------------------------------------------------------------
 
-    def register(self, caches: dict[str, torch.Tensor], model: Any | None, why_not: str = "") -> WorkerFacts:
+    def register(
+        self, caches: dict[str, torch.Tensor], model: Any | None, draft_model: Any | None = None, why_not: str = ""
+    ) -> WorkerFacts:
         """Register the KV caches and the model, and return facts about them.
 
-        `model` is None if it was not found. `why_not` is the reason why this engine may not blend with any model; it is
-        empty if it may. The facts describe the caches, and say why the model cannot be blended, if it cannot.
+        `model` is None if it was not found, and `draft_model` if there is none. `why_not` is the reason why this engine
+        may not blend with any model; it is empty if it may. The facts describe the caches, and say why the model cannot
+        be blended, if it cannot.
         """
+        # The engine lists caches group by group, and those of one kind of layers after those of another.
+        places = {name: place for place, name in enumerate(self._config.compilation_config.static_forward_context)}
+        caches = {name: caches[name] for name in sorted(caches, key=lambda name: places.get(name, len(places)))}
         self._pages = Pages(caches, self._kv_cache_config.num_blocks, groups_of(self._kv_cache_config))
         self._ranks: int = get_tp_group().world_size
         cache = next(iter(caches.values()))
@@ -127,7 +134,7 @@ class Worker:
             self._rows_that_end = max(ROWS_THAT_END, STEPS_THAT_END * self._step_tokens)
         refused = "blending is off (enable_blending)"
         if self._blends:
-            refused = why_not or self._prepare_blending(caches, model)
+            refused = why_not or self._prepare_blending(caches, model, draft_model)
         shape = self._layers.shape if self._layers else None
         dtypes = [str(one.dtype) for one in self._layers.shapes] if self._layers else []
         return WorkerFacts(
@@ -144,18 +151,19 @@ class Worker:
             refused=refused,
         )
 
-    def _prepare_blending(self, caches: dict[str, torch.Tensor], model: Any | None) -> str:
+    def _prepare_blending(self, caches: dict[str, torch.Tensor], model: Any | None, draft_model: Any | None) -> str:
         if model is None:
             return "the loaded model was not found in this worker (does another plugin replace it?)"
         if self._config.lora_config is not None:
             # The model's layers would apply the adapters of the engine's last batch to lmc's rows.
             return "LoRA is enabled (--enable-lora)"
         try:
-            layers = NativeLayers(model, self._config, self._kv_cache_config, caches)
-            if layers.depth != self._pages.layers:
-                drafts = self._config.speculative_config is not None
-                why = "its draft model would lack the KV of blended documents"
-                raise UnsupportedModel(why if drafts else "the engine does not have exactly one KV cache per layer")
+            drafts = DraftModel.of(draft_model, self._config.speculative_config, caches)
+            layers = NativeLayers(model, self._config, self._kv_cache_config, caches, drafts)
+            if len(layers.attention) < self._pages.layers and self._config.speculative_config is not None:
+                raise UnsupportedModel("the draft model was not found in this worker")
+            if [one.layer_name for one in layers.attention] != self._pages.names:
+                raise UnsupportedModel("the engine does not have exactly one KV cache per layer")
             vocabulary, blocks = self._config.model_config.get_vocab_size(), self._kv_cache_config.num_blocks
             as_compiled = prove_model(layers, vocabulary, blocks, self._step_tokens, self._streams.load)
             if as_compiled and self._step_tokens >= BLEND_SHARE * MIN_ROWS:
