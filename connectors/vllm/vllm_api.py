@@ -29,6 +29,7 @@ _NAMES = {  # by module
     "KVConnectorMetadata KVConnectorRole KVConnectorWorkerMetadata SupportsHMA",
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics": "KVConnectorPromMetrics KVConnectorStats",
     "vllm.forward_context": "set_forward_context",
+    "vllm.lora.layers": "LoRAMapping",
     "vllm.model_executor.layers.attention": "Attention MLAAttention",
     "vllm.tokenizers": "cached_tokenizer_from_config",
     "vllm.tracing": "extract_trace_context instrument_manual",
@@ -45,7 +46,7 @@ USED = {name: module for module, names in _NAMES.items() for name in names.split
 # Substitutes for names that some versions lack. Before 0.31, events contain the extra keys unchanged.
 SUBSTITUTES: Mapping[str, Callable[..., Any]] = {"to_event_extra_keys": list}
 # Names that lmc uses only in versions that have them.
-LATER = frozenset({"CacheHitSource"})
+LATER = frozenset({"CacheHitSource", "LoRAMapping"})
 
 
 def installed_version() -> str:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from lab import BLOCK, SAME, answer, distance, engine, facts, words
+from lab import BLOCK, DOCUMENTS, SAME, agree, answer, distance, engine, facts, words
+from lab import PROMPT as DOCUMENT_PROMPT
 from safetensors.torch import save_file
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import BlockStored
@@ -87,6 +88,45 @@ def test_blocks_of_an_adapter_say_whose_they_are(lab, adapters):
     assert names == {(None, "None"), ("one", "[('one',)]"), ("two", "[('two',)]")}
     hashes = [event.block_hashes[0] for event in stored]
     assert len(set(hashes)) == len(hashes)
+
+
+def test_without_an_adapter_a_blend_at_ratio_1_is_full_prefill(lab, adapters):
+    """Also if the step before had tokens with an adapter."""
+    wanted = lab.vanilla(DOCUMENT_PROMPT.tokens)
+    lab.learn(DOCUMENTS)
+    ask(lab, PROMPT, adapters[1])
+    lab.forget_prefixes()
+    lab.forget_pages()
+    blind = lab.ask(DOCUMENT_PROMPT.tokens, DOCUMENT_PROMPT.blend(strategy="none"))
+    assert distance(blind, wanted) > 100 * SAME, "the control: stored KV is used"
+    for strategy in ("union", "deviation"):
+        lab.forget_prefixes()
+        lab.forget_pages()
+        ask(lab, OTHER, adapters[2])
+        found = lab.ask(DOCUMENT_PROMPT.tokens, DOCUMENT_PROMPT.blend(strategy=strategy, ratio=1.0))
+        assert facts(found)["reused_tokens"] == sum(map(len, DOCUMENTS))
+        assert agree(found, wanted)
+    lab.check()
+
+
+def test_learning_changes_nothing_for_a_request_with_an_adapter(lab, adapters):
+    """It runs between the steps of the request, in whose batch lmc's rows have no adapter."""
+    lab.forget()
+    wanted = ask(lab, PROMPT, adapters[1])
+    lab.forget()
+    before = lab.numbers["documents_learned"]
+    for document in DOCUMENTS:
+        lab.ask(document, {"learn": True}, 1)
+    found = ask(lab, PROMPT, adapters[1])
+    assert agree(found, wanted)
+    lab.settle()
+    assert lab.numbers["documents_learned"] - before == len(DOCUMENTS)
+    lab.forget_prefixes()
+    lab.forget_pages()
+    found = lab.ask(DOCUMENT_PROMPT.tokens, DOCUMENT_PROMPT.blend(ratio=1.0))
+    assert facts(found)["reused_tokens"] == sum(map(len, DOCUMENTS))
+    assert agree(found, lab.vanilla(DOCUMENT_PROMPT.tokens)), "documents have the KV of the model without an adapter"
+    lab.check()
 
 
 def test_a_document_of_a_request_with_an_adapter_is_not_reused_and_that_is_said(lab, adapters):

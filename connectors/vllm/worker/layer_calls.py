@@ -118,11 +118,13 @@ class TransformersLayers:
         rows = [states[None] for states, _ in after]
         return _replaced(self._layers, [_answering((one,) if self._in_tuple else one) for one in rows])
 
-    def rotations(self, run: RunModel, keys_at: KeysAt, longest: int, device: torch.device) -> list[Rotation]:
-        """Return the rotation of each layer, for positions up to `longest`."""
+    def rotations(
+        self, run: RunModel, keys_at: KeysAt, longest: int, device: torch.device, part: int = PART
+    ) -> list[Rotation]:
+        """Return the rotation of each layer, for positions up to `longest`, computed for `part` of them at once."""
         found: list[list[Given]] = []
-        for start in range(0, longest, PART):
-            positions = torch.arange(start, min(start + PART, longest), device=device)
+        for start in range(0, longest, part):
+            positions = torch.arange(start, min(start + part, longest), device=device)
             found.append(self.begin(partial(run, positions))[1])
         first = [given[ANGLES] for given in found[0]]  # Layers with the same RoPE get the same tensors.
         kinds = [next(i for i, other in enumerate(first) if other is one) for one in first]
@@ -181,3 +183,15 @@ def _rows_of(value: Any, rows: slice | torch.Tensor, count: int) -> Any:
         return tuple(_rows_of(one, rows, count) for one in value)
     by_row = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == count
     return value[:, rows] if by_row else value
+
+
+def joined(parts: Sequence[Given]) -> Given:
+    """Return what the rows of several calls get, one after another."""
+    return {name: _joined([part[name] for part in parts]) for name in parts[0]}
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], tuple):
+        return tuple(_joined(one) for one in zip(*values, strict=True))
+    by_row = isinstance(values[0], torch.Tensor) and values[0].dim() > 1
+    return torch.cat(list(values), dim=1) if by_row else values[0]

@@ -25,7 +25,8 @@ from lmc.blend.rope import UNROTATED, Rotation, check_rope
 from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.model_kinds import groups_of, specs_of
 from lmc.connectors.vllm.worker.draft_model import NO_DRAFTS, DraftModel, Output
-from lmc.connectors.vllm.worker.layer_calls import Given, TransformersLayers, calls_of, rows_of
+from lmc.connectors.vllm.worker.layer_calls import PART, Given, TransformersLayers, calls_of, joined, rows_of
+from lmc.connectors.vllm.worker.lora import WithoutAdapters
 from lmc.connectors.vllm.worker.paged import token_access
 from lmc.copies import Uploads
 from lmc.engine.identity import rope_name
@@ -71,8 +72,12 @@ class NativeLayers:
         kv_cache_config: Any,
         caches: Mapping[str, torch.Tensor],
         draft_model: DraftModel = NO_DRAFTS,
+        adapters: WithoutAdapters | None = None,
     ) -> None:
-        """Examine the model. Raises `UnsupportedModel` with the reason if it cannot be blended exactly."""
+        """Examine the model. Raises `UnsupportedModel` with the reason if it cannot be blended exactly.
+
+        `adapters` are those of an engine with LoRA.
+        """
         _check_parallel(config.parallel_config)
         groups = kv_cache_config.kv_cache_groups
         specs = {name: spec for group in groups for name, spec in specs_of(group).items()}
@@ -90,7 +95,7 @@ class NativeLayers:
         self._calls = calls_of(self._layers)
         if self._sharing and draft_model.reads_on:
             raise UnsupportedModel("its draft model reads what its last layers compute, and these share KV")
-        self._draft_model, self.drafts = draft_model, len(draft_model.attention)
+        self._draft_model, self.drafts, self._adapters = draft_model, len(draft_model.attention), adapters
         self.attention = attention + draft_model.attention
         # EAGLE-3 reads the states after these numbers of layers. The engine has told the model.
         self._aux_layers: tuple[int, ...] = tuple(getattr(language.model, "aux_hidden_state_layers", ()))
@@ -314,6 +319,20 @@ class NativeLayers:
     def _before(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[Given]]:
         """Return the hidden states `[T, E]` before layer 0 (some models scale embeddings), and what each layer gets."""
 
+        size = self._most_rows
+        parts = [self._before_some(*part) for part in zip(tokens.split(size), positions.split(size), strict=True)]
+        if len(parts) == 1:
+            return parts[0]
+        states, given = zip(*parts, strict=True)
+        return torch.cat(states), list(map(joined, zip(*given, strict=True)))
+
+    @property
+    def _most_rows(self) -> int:
+        """The maximal number of rows in a call of the model. Kernels for adapters have buffers for one step only."""
+        steps: int = self._config.scheduler_config.max_num_batched_tokens
+        return steps if self._adapters is not None else self.longest
+
+    def _before_some(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[Given]]:
         def run() -> None:
             with self._context(len(tokens)):
                 self._model(tokens, positions)
@@ -325,7 +344,8 @@ class NativeLayers:
         if isinstance(self._calls, TransformersLayers):
             check_rope(getattr(self._model.config, "rope_parameters", None) or {})
             with torch.inference_mode():
-                return self._calls.rotations(self._run_at, self._keys_at, self.longest, self.device)
+                run = self._run_at, self._keys_at
+                return self._calls.rotations(*run, self.longest, self.device, min(PART, self._most_rows))
         made: dict[Any, Rotation] = {}
         for layer in self._layers:
             for rope in (module for module in layer.modules() if _is_rope(module)):
@@ -409,6 +429,8 @@ class NativeLayers:
 
         By default, the context has no slots, so that the engine itself writes no keys and values.
         """
+        if self._adapters is not None:
+            self._adapters.set(count)
         return vllm_api.set_forward_context(
             **{"attn_metadata": None, "slot_mapping": {}, "skip_compiled": True, **options},
             vllm_config=self._config, num_tokens=count,

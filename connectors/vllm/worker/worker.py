@@ -16,6 +16,7 @@ parts have arrived. A vote decides whether every rank has memory for a job's nex
 import logging
 from collections import defaultdict
 from collections.abc import Generator, Sequence, Set
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -38,10 +39,11 @@ from lmc.connectors.vllm.messages import (
 )
 from lmc.connectors.vllm.model_identity import layout_of, weights_in_memory
 from lmc.connectors.vllm.model_kinds import TESTED, groups_of
-from lmc.connectors.vllm.plugin import bytes_of_steps
+from lmc.connectors.vllm.plugin import bytes_of_steps, loaded_runner
 from lmc.connectors.vllm.vllm_api import get_pp_group, get_tensor_model_parallel_rank, get_tp_group
 from lmc.connectors.vllm.worker.canvas import COPY_COST, BatchRows, PagedCanvas, prefill_alone, read_tokens
 from lmc.connectors.vllm.worker.draft_model import DraftModel
+from lmc.connectors.vllm.worker.lora import WithoutAdapters
 from lmc.connectors.vllm.worker.memory import allocated, make_room, memory_for
 from lmc.connectors.vllm.worker.native import NativeLayers
 from lmc.connectors.vllm.worker.paged import Move, Pages
@@ -105,6 +107,7 @@ class Worker:
         self._rows = BatchRows(layer=self._step_tokens)
         self._rows_that_end = float(ROWS_THAT_END)
         self._batch_bytes = 0  # number of bytes that a layer needs on a GPU for a batch of full size
+        self._adapters: WithoutAdapters | None = None  # in an engine with LoRA
         self._engine_bytes = 0  # number of bytes that the engine's own steps need on a GPU
 
     # -- start -------------------------------------------------------------------------------------------------------
@@ -154,12 +157,12 @@ class Worker:
     def _prepare_blending(self, caches: dict[str, torch.Tensor], model: Any | None, draft_model: Any | None) -> str:
         if model is None:
             return "the loaded model was not found in this worker (does another plugin replace it?)"
-        if self._config.lora_config is not None:
-            # The model's layers would apply the adapters of the engine's last batch to lmc's rows.
-            return "LoRA is enabled (--enable-lora)"
         try:
+            if self._config.lora_config is not None:
+                self._adapters = WithoutAdapters(loaded_runner())
+                self._rows = BatchRows(layer=self._step_tokens)  # Kernels for adapters have buffers for one step.
             drafts = DraftModel.of(draft_model, self._config.speculative_config, caches)
-            layers = NativeLayers(model, self._config, self._kv_cache_config, caches, drafts)
+            layers = NativeLayers(model, self._config, self._kv_cache_config, caches, drafts, self._adapters)
             if len(layers.attention) < self._pages.layers and self._config.speculative_config is not None:
                 raise UnsupportedModel("the draft model was not found in this worker")
             if [one.layer_name for one in layers.attention] != self._pages.names:
@@ -227,7 +230,8 @@ class Worker:
             self._end(cancelled, (), failed=True)
         all_token_layers = self._step_tokens * self._pages.layers
         limit = max(all_token_layers - plan.scheduled * self._pages.layers, all_token_layers // BLEND_SHARE)
-        with torch.inference_mode():
+        restored = self._adapters.restored() if self._adapters is not None else nullcontext()
+        with torch.inference_mode(), restored:
             loading = [work for work in self._loading.values() if not (waits and work.computes)]
             busy = plan.scheduled > BUSY * self._step_tokens
             remaining = limit - self._do(loading, limit, first=plan.first, may_end=not busy)
