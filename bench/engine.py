@@ -59,6 +59,23 @@ def make_model(folder: str, layers: int = 12, hidden: int = 1024, head_dim: int 
     return path
 
 
+def make_head(model: str, folder: str) -> str:
+    """An EAGLE head with random weights for a model of `make_model`, saved for vLLM."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    path = f"{folder}/eagle"
+    torch.manual_seed(5)
+    config = LlamaConfig.from_pretrained(model, num_hidden_layers=1)
+    layers = ((name.removeprefix("model."), one) for name, one in LlamaForCausalLM(config).state_dict().items())
+    weights = {name: one for name, one in layers if name.startswith("layers.0.") and "input_layernorm" not in name}
+    weights["fc.weight"] = torch.randn(config.hidden_size, 2 * config.hidden_size) * 0.1
+    config.save_pretrained(path)
+    save_file(weights, f"{path}/model.safetensors")
+    return path
+
+
 def words(count: int, seed: int) -> list[int]:
     """Random tokens, the same for the same seed."""
     draw = random.Random(seed)

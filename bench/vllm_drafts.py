@@ -14,12 +14,11 @@ new orders, against vLLM alone with the same head. Both engines run side by side
 
 import random
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from common import closing_line, parser
-from engine import Engine, Host, in_folder, make_model, parameters, prompt_of, told, words
+from engine import Engine, Host, in_folder, make_head, make_model, parameters, prompt_of, told, words
 from quality.cases import REAL_TASK, SEED, collection_of, shuffled
 
 from lmc.config.settings import Settings
@@ -91,23 +90,6 @@ def acceptance(model: str, limit: int) -> dict[str, float]:
                 found[way] += answer["accepted"]
             print(question.question, {way: round(fmean(one), 3) for way, one in found.items()}, flush=True)
     return {way: round(fmean(one), 3) for way, one in found.items()}
-
-
-def make_head(model: str, folder: str) -> str:
-    """An EAGLE head with random weights for a model of `make_model`, saved for vLLM."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    path = Path(folder) / "eagle"
-    torch.manual_seed(5)
-    config = LlamaConfig.from_pretrained(model, num_hidden_layers=1)
-    layers = ((name.removeprefix("model."), one) for name, one in LlamaForCausalLM(config).state_dict().items())
-    weights = {name: one for name, one in layers if name.startswith("layers.0.") and "input_layernorm" not in name}
-    weights["fc.weight"] = torch.randn(config.hidden_size, 2 * config.hidden_size) * 0.1
-    config.save_pretrained(path)
-    save_file(weights, path / "model.safetensors")
-    return str(path)
 
 
 def ttft(rounds: int) -> dict[str, float]:

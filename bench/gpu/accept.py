@@ -2,7 +2,8 @@
 
 A    without vLLM: copies, kernels, scattered, models (the transformers connector), answers
 B    inside vLLM, if that is installed (`vllm_answers.py`): start, FLASH_ATTN and TRITON_ATTN (answers, aborts and
-     preemptions with one of vLLM's attention backends), compiled, fp8 (a quantised KV cache), times, gaps, small_steps
+     preemptions with one of vLLM's attention backends), compiled, fp8 (a quantised KV cache), drafts (an EAGLE head),
+     times, gaps, small_steps
 
     make gpu [TIER=A|B] [PART="copies kernels"]            # exit status 1 if a line falls short
     cd bench && python -m gpu.accept [--tier A|B] [--part PART …] [--keep] [--eager]

@@ -23,7 +23,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from engine import SYSTEM, in_folder, make_model, prompt_of, words
+from engine import SYSTEM, in_folder, make_head, make_model, prompt_of, words
 from engine_probe import Probe, Request
 
 from gpu.report import Report
@@ -34,6 +34,7 @@ NOISE = 4  # times that two prefills of vLLM alone differ are allowed
 FLOOR = {"bfloat16": 2e-2, "float32": 1e-4, "fp8": 0.05}
 CONTROL = 3  # times what is allowed is how much blind reuse has to differ at least
 LIKELIEST = 5  # tokens whose logprobs are compared
+DRAFTED = 3  # tokens that an EAGLE head drafts in a step
 BLIND = {"strategy": "none"}
 EXACT = ({"strategy": "all", "ratio": 1.0}, {"strategy": "union", "ratio": 1.0})
 # Blends that keep what was placed, and whose choice of tokens does not depend on rounding.
@@ -136,6 +137,7 @@ def parts_inside_vllm(report: Report, *, eager: bool = False) -> dict[str, Calla
         },
         "compiled": lambda folder: answers_in_large_steps(report, sizes, model_in(folder), first),
         "fp8": lambda folder: answers_in_8_bits(report, in_8_bits, model_in(folder), sizes.backends[-1]),
+        "drafts": lambda folder: answers_with_drafts(report, sizes, model_in(folder), first),
         "times": lambda folder: measure_times(report, timed, folder),
         "gaps": lambda folder: measure_gaps(report, timed, folder, timed.batch),
         "small_steps": lambda folder: measure_gaps(report, timed, folder, timed.small_batch),
@@ -197,8 +199,22 @@ def answers(report: Report, sizes: Sizes, model: str, backend: str) -> None:
 
 def answers_in_8_bits(report: Report, sizes: Sizes, model: str, backend: str) -> None:
     """Whether answers are right with a KV cache in fp8, whose kernels read and write other numbers than the model's."""
-    cases, name = Cases(sizes), f"{backend}, fp8"
-    options = cases.options(sizes, backend, sizes.step)
+    answers_of_both_kernels(report, sizes, model, backend, "fp8", {})
+
+
+def answers_with_drafts(report: Report, sizes: Sizes, model: str, backend: str) -> None:
+    """Whether answers are right with an EAGLE head, which the self-test covers, too. Its drafts are hardly accepted."""
+    head = {"method": "eagle", "model": make_head(model, f"{model}-head"), "num_speculative_tokens": DRAFTED}
+    more = {"speculative_config": head, "num_gpu_blocks_override": None}  # An engine needs more blocks for drafts.
+    answers_of_both_kernels(report, sizes, model, backend, "EAGLE", more)
+
+
+def answers_of_both_kernels(
+    report: Report, sizes: Sizes, model: str, backend: str, kind: str, more: dict[str, Any]
+) -> None:
+    """Whether answers of a kind of engine are right, with `more` options and with kernels in Triton and in torch."""
+    cases, name = Cases(sizes), f"{backend}, {kind}"
+    options = {**cases.options(sizes, backend, sizes.step), **more}
     wanted = wanted_of(model, sizes, cases, name, options)
     with engine_with_lmc(model, sizes, options, "auto") as engine:
         found = engine.setup()

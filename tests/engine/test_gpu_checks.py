@@ -54,7 +54,7 @@ ANSWERS = [
         )
     ),
 ]
-IN_8_BITS = [
+OF_BOTH_KERNELS = [
     "the self-test passed",
     "the kernels are those in Triton",
     *ANSWERS[2:5],
@@ -103,13 +103,14 @@ def test_the_checks_for_vllm_on_a_gpu_run() -> None:
     assert done.returncode == 0, f"{done.stdout[-5000:]}\n{done.stderr[-3000:]}"
     found = json.loads(done.stdout.splitlines()[-1])
     fp8 = ["fp8"] if torch.cpu._is_avx512_supported() else []
-    assert found["parts"] == ["start", BACKEND, "compiled", *fp8, "times", "gaps", "small_steps"]
+    assert found["parts"] == ["start", BACKEND, "compiled", *fp8, "drafts", "times", "gaps", "small_steps"]
     assert found["short"] == []
     answers = [
         *START,
         *(f"{BACKEND}: {what}" for what in ANSWERS),
         *(f"{BACKEND}, steps of 512: {what}" for what in LARGE_STEPS),
-        *(f"{BACKEND}, fp8: {what}" for what in IN_8_BITS if fp8),
+        *(f"{BACKEND}, fp8: {what}" for what in OF_BOTH_KERNELS if fp8),
+        *(f"{BACKEND}, EAGLE: {what}" for what in OF_BOTH_KERNELS),
     ]
     assert [line["what"] for line in found["lines"]] == [*answers, *TIMES, *GAPS]
 
