@@ -161,7 +161,7 @@ class Blender(Generic[R]):
                 is_last = layer == canvas.depth - 1 and batch.stop == len(rows.positions) and not canvas.drafts
                 finished = self._slice_of(layer, batch, shift.cost if shift else 0)
                 yield finished._replace(coming=0) if is_last else finished
-        yield from self._draft(rows)
+        yield from self._draft(rows, shifts)
 
     def _pass_through(self, rows: R, shifts: Sequence[Shift], repaired: torch.Tensor) -> Iterator[Slice]:
         """Compute these rows in all layers, batch after batch, since no row attends to a later batch."""
@@ -174,19 +174,19 @@ class Blender(Generic[R]):
         for (batch, shift), cost, coming in zip(batches, costs, [*costs[1:], 0], strict=True):
             self._canvas.run_through(rows, batch, shift.attention if shift else lambda layer: None)
             if self._canvas.drafts:
-                self._canvas.draft(rows, batch)
+                self._canvas.draft(rows, batch, shift.attention if shift else None)
             yield Slice(depth - 1, cost, coming)
 
-    def _draft(self, rows: R | None) -> Iterator[Slice]:
+    def _draft(self, rows: R | None, shifts: Sequence[Shift] = ()) -> Iterator[Slice]:
         """Place the stored parts of the draft model, and run rows that have gone through all layers through it."""
         canvas = self._canvas
         for layer in range(canvas.depth, canvas.depth + canvas.drafts):
             yield from self._place(layer)
         if rows is None or not canvas.drafts:
             return
-        for batch in canvas.batches(rows):
-            canvas.draft(rows, batch)
-            yield self._slice_of(canvas.depth, batch)
+        for batch, shift in zip_longest(canvas.batches(rows), shifts):
+            canvas.draft(rows, batch, shift.attention if shift else None)
+            yield self._slice_of(canvas.depth, batch, shift.cost if shift else 0)
 
     def _number_documents(self) -> None:
         """Prepare the shift, unless the policy has none. `deviation` stays as published, without a shift."""

@@ -1,8 +1,8 @@
 """The model that drafts tokens in speculative decoding: a separate model, an EAGLE head, or an MTP module.
 
 Its keys and values are in the engine's pages, too. Answers do not depend on them: they only decide how many drafted
-tokens are accepted. So a blend places those of a document as they were learned, at their new positions, without a
-correction. All rows that a blend computes go through the draft model as well.
+tokens are accepted. A blend places those of a document at their new positions, runs the rows that it computes through
+the draft model as well, and corrects the others.
 
 A head and a module get the hidden states of a token together with the next token, at the position of the first (EAGLE,
 Li et al., arXiv 2401.15077; DeepSeek-V3, arXiv 2412.19437, 2.2). EAGLE-3 (arXiv 2503.01840) gets hidden states of

@@ -272,11 +272,11 @@ class NativeLayers:
         self._draft(rows, batch, output, usual)
 
     def _draft(
-        self, rows: PagedRows, batch: RowBatch, output: Output | None, attention_of: Callable[[int], Attention]
+        self, rows: PagedRows, batch: RowBatch, output: Output | None, attention_of: Callable[[int], Attention | None]
     ) -> None:
         with suppress(EndOfLayer), ExitStack() as stack:
             for layer in range(self.depth, self.depth + self.drafts):
-                stack.enter_context(self._replaced(layer, batch, attention_of(layer)))
+                stack.enter_context(self._replaced(layer, batch, attention_of(layer) or writes_and_attends))
             stack.enter_context(self._context(batch.rows.stop - batch.rows.start))
             self._draft_model.run(rows.drafted[batch.rows].to(torch.int32), rows.at[batch.rows], output)
 
