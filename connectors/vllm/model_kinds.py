@@ -46,6 +46,7 @@ TESTED = {
     "Qwen3ForCausalLM": "plain RoPE",
     "Qwen3LLMForCausalLM": "M-RoPE with text",
     "Qwen3MoeForCausalLM": "plain RoPE",
+    "StablelmForCausalLM": "partial RoPE",
     "TransformersForCausalLM": "OLMo 2 and 3, SmolLM3, Seed-OSS, Hunyuan, StarCoder2, Arcee",
     "TransformersMoEForCausalLM": "dots.llm1",
 }

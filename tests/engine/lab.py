@@ -141,6 +141,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "apertus": (transformers.ApertusConfig, {"head_dim": 32}),
     "nemotron": (transformers.NemotronConfig, {"head_dim": 32}),
     "cohere": (transformers.CohereConfig, {}),
+    "stablelm": (transformers.StableLmConfig, {"partial_rotary_factor": 0.5, "use_qkv_bias": True}),
     "exaonemoe": (
         transformers.ExaoneMoeConfig,
         {"head_dim": 32, "sliding_window": 128, "sliding_window_pattern": 4, "layer_types": WINDOWED},

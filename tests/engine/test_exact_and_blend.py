@@ -45,6 +45,7 @@ ENGINES = {
     "apertus": ("apertus", {}, {}),
     "nemotron": ("nemotron", {}, {}),
     "cohere": ("cohere", {}, {}),
+    "stablelm": ("stablelm", {}, {}),
     "exaonemoe": ("exaonemoe", {}, {}),
     "olmo2": ("olmo2", {}, {}),
     "olmo3": ("olmo3", {}, {}),

@@ -68,12 +68,13 @@ class OwnLayers:
     def call(
         self, layer: int, states: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, given: Given
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Call a layer with rows `[T, E]`, and return the states and the residual after it."""
+        """Call a layer with rows `[T, E]`, and return the states and the residual that the next layer takes."""
         more: Given = {"residual": residual if layer else None} if self.takes_residual else {}
         more |= {name: rows[0] for name, rows in given.items()}
         found = self._layers[layer](positions=positions, hidden_states=_by_row(states), **more)
         self._returned[layer] = type(found)
-        return found if isinstance(found, tuple) else (_by_row(found), None)
+        states, residual = found if isinstance(found, tuple) else (_by_row(found), None)
+        return states, residual if self.takes_residual else None  # StableLM returns one that no layer takes.
 
     def answered(self, after: Sequence[After]) -> AbstractContextManager[None]:
         """Return a context in which each layer returns what it is said to have returned, whatever it gets."""
