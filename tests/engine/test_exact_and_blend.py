@@ -30,6 +30,8 @@ ENGINES = {
     "gemma4": ("gemma4", {}, {}),
     "gemma4small": ("gemma4small", {}, {}),
     "gemma3n": ("gemma3n", {}, {}),
+    "fast prefill": ("gemma3n", {}, {"kv_sharing_fast_prefill": True}),
+    "fast prefill with two head sizes": ("gemma4small", {}, {"kv_sharing_fast_prefill": True}),
     "gptoss": ("gptoss", {}, {}),
     "cohere2": ("cohere2", {}, {}),
     "exaone4": ("exaone4", {}, {}),

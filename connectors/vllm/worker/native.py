@@ -334,7 +334,7 @@ class NativeLayers:
 
     def _before_some(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[Given]]:
         def run() -> None:
-            with self._context(len(tokens)):
+            with self._context(len(tokens)), _without_fast_prefill(self._model):
                 self._model(tokens, positions)
 
         return self._calls.begin(run)
@@ -596,6 +596,22 @@ def _check_parallel(parallel: Any) -> None:
         raise UnsupportedModel("its layers are on several pipeline stages")
     if parallel.data_parallel_size > 1 and parallel.is_moe_model is not False:
         raise UnsupportedModel("its experts are shared with other data-parallel engines, which run steps independently")
+
+
+@contextmanager
+def _without_fast_prefill(language: Any) -> Iterator[None]:
+    """In this context, a language model passes any number of rows to its layers.
+
+    With --kv-sharing-fast-prefill, Gemma 3n and 4 copy rows into buffers that hold the largest step of the engine.
+    """
+    fast = getattr(language.model, "fast_prefill_enabled", False)
+    if fast:
+        language.model.fast_prefill_enabled = False
+    try:
+        yield
+    finally:
+        if fast:
+            language.model.fast_prefill_enabled = True
 
 
 def _own_config(config: Any, runs: int) -> Any:
