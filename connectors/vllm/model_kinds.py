@@ -57,13 +57,29 @@ STORED = {"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "Chunked
 WINDOWED = {"sliding_attention", "chunked_attention"}  # names of such layers in a model's configuration
 WITHOUT_LAYERS = {"ngram", "ngram_gpu", "suffix"}  # ways to draft tokens that need no KV cache of their own
 SUPPORTED = {"sliding_attention", "full_attention"}  # kinds of layers with which several block tables were tested
+# Sizes of heads that a model's configuration gives for all layers and, with this prefix, for layers with a window
+# (MiMo V2).
+WINDOWED_PREFIX, SIZES = "swa_", ("num_key_value_heads", "head_dim", "v_head_dim")
 
 
 def use_one_table(config: Any) -> None:
     """Switch off the engine's hybrid KV cache manager if lmc needs one block table for all layers."""
-    model = config.model_config
-    if not (model.is_hybrid or model.is_attention_free or _may_have_several_tables(config)):
+    if not (_has_other_caches(config.model_config) or _may_have_several_tables(config)):
         config.scheduler_config.disable_hybrid_kv_cache_manager = True
+
+
+def _has_other_caches(model: Any) -> bool:
+    """Return whether some layers of a model have caches for which one block table for all layers is impossible.
+
+    Without its hybrid KV cache manager, vLLM raises an error for states, for cross-attention (Whisper, which no
+    connector supports), and for the buffers of layers that compress keys (DeepSeek V4.1).
+    """
+    kinds = set(getattr(model.hf_text_config, "layer_types", None) or ())
+    compresses = getattr(model.hf_text_config, "compress_ratios", None)
+    return bool(
+        model.is_hybrid or model.is_attention_free or model.is_encoder_decoder or compresses
+        or kinds - SUPPORTED - WINDOWED
+    )  # fmt: skip
 
 
 def _may_have_several_tables(config: Any) -> bool:
@@ -71,7 +87,9 @@ def _may_have_several_tables(config: Any) -> bool:
     text = config.model_config.hf_text_config
     kinds = set(getattr(text, "layer_types", None) or ())
     # Layers of Gemma 4 have heads of two sizes, so their blocks would have different numbers of tokens.
-    of_two_sizes = any(getattr(text, name, None) for name in ("global_head_dim", "is_heterogeneous"))
+    of_two_sizes = any(getattr(text, name, None) for name in ("global_head_dim", "is_heterogeneous")) or any(
+        getattr(text, WINDOWED_PREFIX + name, None) not in (None, getattr(text, name, None)) for name in SIZES
+    )
     drafts = config.speculative_config
     alone = config.parallel_config.pipeline_parallel_size == 1 and (drafts is None or drafts.method in WITHOUT_LAYERS)
     return kinds == SUPPORTED and not of_two_sizes and alone

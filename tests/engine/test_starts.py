@@ -174,19 +174,25 @@ MIXED = ["sliding_attention", "full_attention"]
     [
         (True, {"is_hybrid": True}, {}, {}),
         (True, {"is_attention_free": True}, {}, {}),
+        (True, {"is_encoder_decoder": True}, {}, {}),
+        (True, {}, {"layer_types": ["compressed_sparse_attention"], "sliding_window": 128}, {}),
+        (True, {}, {"compress_ratios": [0, 4, 128], "sliding_window": 128}, {}),
         (False, {}, {}, {}),
         (True, {}, {"layer_types": MIXED}, {}),
         (False, {}, {"layer_types": ["sliding_attention"] * 2}, {}),
         (False, {}, {"layer_types": ["chunked_attention", "full_attention"]}, {}),
         (False, {}, {"layer_types": MIXED, "global_head_dim": 512}, {}),
         (False, {}, {"layer_types": MIXED, "is_heterogeneous": True}, {}),
+        (False, {}, {"layer_types": MIXED, "num_key_value_heads": 4, "swa_num_key_value_heads": 8}, {}),
+        (True, {}, {"layer_types": MIXED, "num_key_value_heads": 8, "swa_num_key_value_heads": 8}, {}),
         (False, {}, {"layer_types": MIXED}, {"speculative_config": SimpleNamespace(method="eagle3")}),
         (True, {}, {"layer_types": MIXED}, {"speculative_config": SimpleNamespace(method="ngram")}),
         (False, {}, {"layer_types": MIXED}, {"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}),
     ],
 )
 def test_the_hybrid_manager_stays_on_for_models_with_states_and_with_windows(several, model, text, options):
-    given = {"is_hybrid": False, "is_attention_free": False, "hf_text_config": SimpleNamespace(**text), **model}
+    kinds = dict.fromkeys(("is_hybrid", "is_attention_free", "is_encoder_decoder"), False)
+    given = {**kinds, "hf_text_config": SimpleNamespace(**text), **model}
     config = SimpleNamespace(
         model_config=SimpleNamespace(**given),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
