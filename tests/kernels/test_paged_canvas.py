@@ -624,7 +624,7 @@ def test_the_backend_has_buffers_for_the_runs_that_go_to_it_and_no_more(monkeypa
 
         config, model = SimpleNamespace(), SimpleNamespace(layers=[layer])
 
-        def __call__(self, tokens, positions):
+        def __call__(self, tokens, positions, intermediate_tensors):
             return layer(positions, embedding[tokens], None)
 
     config = SimpleNamespace(

@@ -17,7 +17,8 @@ from lmc.blend.measured_rope import PROBED, Angles, rotations_by_layer, rotation
 from lmc.blend.rope import Rotation
 from lmc.errors import UnsupportedModel
 
-PASSED = {"positions", "hidden_states", "residual"}  # what lmc passes to each layer of vLLM
+POSITIONS = {"positions", "position_ids"}  # how layers of vLLM name the positions of their rows
+PASSED = POSITIONS | {"hidden_states", "residual"}  # what lmc passes to each of these layers
 OF_LAYER = {"per_layer_input"}  # what the model passes to a layer of its own, by row (Gemma 4)
 EMBEDDED = 2  # dimensions of hidden states `[T, E]`
 ANGLES = "position_embeddings"  # cos and sin of the rows, for a layer of transformers
@@ -38,6 +39,7 @@ class OwnLayers:
     def __init__(self, layers: Sequence[Any]) -> None:
         self._layers, self._signature = layers, inspect.signature(layers[0].forward)
         self.takes_residual = "residual" in self._signature.parameters
+        (self._positions,) = POSITIONS & self._signature.parameters.keys()
         self._of_layer = OF_LAYER & self._signature.parameters.keys()
         self._returned: list[type] = [tuple] * len(layers)  # by layer
 
@@ -70,8 +72,8 @@ class OwnLayers:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Call a layer with rows `[T, E]`, and return the states and the residual that the next layer takes."""
         more: Given = {"residual": residual if layer else None} if self.takes_residual else {}
-        more |= {name: rows[0] for name, rows in given.items()}
-        found = self._layers[layer](positions=positions, hidden_states=_by_row(states), **more)
+        more |= {self._positions: positions, **{name: rows[0] for name, rows in given.items()}}
+        found = self._layers[layer](hidden_states=_by_row(states), **more)
         self._returned[layer] = type(found)
         states, residual = found if isinstance(found, tuple) else (_by_row(found), None)
         return states, residual if self.takes_residual else None  # StableLM returns one that no layer takes.
@@ -169,7 +171,7 @@ def calls_of(layers: Sequence[Any]) -> OwnLayers | TransformersLayers:
             return TransformersLayers(layers)
         named = [one for one in parameters.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
         more = [one.name for one in named if one.default is one.empty and one.name not in PASSED | OF_LAYER]
-        if more or not {"positions", "hidden_states"} <= parameters.keys():
+        if more or "hidden_states" not in parameters or len(POSITIONS & parameters.keys()) != 1:
             raise UnsupportedModel(f"its layers are called with {', '.join(one.name for one in named)}")
     return OwnLayers(layers)
 

@@ -256,7 +256,7 @@ class NativeLayers:
             stack.enter_context(self._context(batch.rows.stop - batch.rows.start, skip_compiled=False))
             # The compiled model expects the runner's dtypes, and memory that begins at a multiple of 16 bytes.
             tokens, positions = rows.tokens[batch.rows].to(torch.int32), rows.at[batch.rows].clone()
-            batch.output = self._model(tokens, positions)
+            batch.output = self._forward(tokens, positions)
 
     def draft(self, rows: PagedRows, batch: RowBatch, attention_of: Callable[[int], Attention] | None = None) -> None:
         """Run the draft model for the rows of a batch, which have gone through all layers.
@@ -287,8 +287,7 @@ class NativeLayers:
         between = {layer: (one[0][batch.rows], one[1][batch.rows]) for layer, one in rows.between.items()}
         after = [between.get(layer, last) for layer in range(self.depth)]
         with self._calls.answered(after), self._context(len(tokens)):
-            output: Output = self._model(tokens, positions)
-        return output
+            return self._forward(tokens, positions)
 
     def run_model(self, rows: PagedRows, batch: RowBatch) -> None:
         """Run the rows of a batch through the model, and then through its draft model, as the engine does."""
@@ -302,7 +301,7 @@ class NativeLayers:
         if self._config.model_config.uses_mrope:  # A token has three positions, which are equal in text.
             positions = positions.expand(3, -1)
         with self._context(batch.rows.stop - batch.rows.start, attn_metadata=metadata, slot_mapping=slots):
-            output = self._model(rows.tokens[batch.rows], positions)
+            output = self._forward(rows.tokens[batch.rows], positions)
             if self.drafts:
                 self._draft_model.run(rows.drafted[batch.rows].to(torch.int32), rows.at[batch.rows], output)
 
@@ -315,6 +314,11 @@ class NativeLayers:
         yield own
         if uploads is None:
             own.send()
+
+    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> Output:
+        """Call the model as the engine does: InternLM2 has no default for the tensors of an earlier pipeline stage."""
+        output: Output = self._model(tokens, positions, intermediate_tensors=None)
+        return output
 
     def _before(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[Given]]:
         """Return the hidden states `[T, E]` before layer 0 (some models scale embeddings), and what each layer gets."""
@@ -335,7 +339,7 @@ class NativeLayers:
     def _before_some(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[Given]]:
         def run() -> None:
             with self._context(len(tokens)), _without_fast_prefill(self._model):
-                self._model(tokens, positions)
+                self._forward(tokens, positions)
 
         return self._calls.begin(run)
 
@@ -399,7 +403,7 @@ class NativeLayers:
     def _run_at(self, positions: torch.Tensor) -> None:
         """Run the model on token 1 at these positions. Nothing is written."""
         with self._context(len(positions)):
-            self._model(torch.ones_like(positions), positions)
+            self._forward(torch.ones_like(positions), positions)
 
     def _keys_at(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """Return the keys `[T, H, D]` that a layer computes for token 1 at positions of block 1. Nothing is written.
@@ -646,7 +650,8 @@ def _cut(positions: torch.Tensor, size: int, runs: int, together: Groups) -> lis
 
 def _layers_of(language: Any) -> list[Any]:
     """Return the decoder layers of a language model. Raises `UnsupportedModel` if lmc does not find them."""
-    layers = list(getattr(getattr(language, "model", None), "layers", ()))
+    layers = getattr(getattr(language, "model", None), "layers", ())
+    layers = list(getattr(layers, "layers", layers))  # PLaMo 3 keeps them in a module of its own.
     if not layers or not hasattr(language, "config"):
         raise UnsupportedModel(f"{type(language).__name__} does not keep its decoder layers in model.layers")
     return layers
