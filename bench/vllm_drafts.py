@@ -3,8 +3,8 @@
     python bench/vllm_drafts.py MODEL [--limit 20] [--rounds 5]
 
 MODEL is the checkpoint's directory, as `lmc.demo.pretrained.smollm2` makes it. The model drafts for itself, so that
-nearly all drafts are accepted after full prefill. After a blend, its KV as a draft model is that of the documents as
-they were learned; `absent` is the same blend with zeros instead. Prompts are real questions, as in `vllm_quality.py`.
+nearly all drafts are accepted after full prefill. `absent` is a blend that places zeros instead of the documents' KV of
+the draft model, and corrects these. Prompts are real questions, as in `vllm_quality.py`.
 
     accepted    accepted tokens of the drafts of a step, at most `DRAFTED`; mean over all steps
 

@@ -152,7 +152,7 @@ class Canvas(Protocol[R]):
         for layer in range(self.depth):
             self.run(layer, rows, batch, attention_of(layer))
 
-    def draft(self, rows: R, batch: slice, attention_of: Callable[[int], Attention] | None = None) -> None:
+    def draft(self, rows: R, batch: slice, attention_of: Callable[[int], Attention | None] | None = None) -> None:
         """Run a batch of rows through the draft model, if there is one, after they have gone through all layers.
 
         Without `attention_of`, which is as in `run_through`, keys and values are written as by `run`.

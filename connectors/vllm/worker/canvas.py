@@ -143,7 +143,9 @@ class PagedCanvas:
         """Run the engine's compiled model."""
         self._layers.run_through(rows, _batch(rows, batch), attention_of)
 
-    def draft(self, rows: PagedRows, batch: slice, attention_of: Callable[[int], Attention] | None = None) -> None:
+    def draft(
+        self, rows: PagedRows, batch: slice, attention_of: Callable[[int], Attention | None] | None = None
+    ) -> None:
         """Run the engine's draft model, which writes its keys and values into the pages, too."""
         self._layers.draft(rows, _batch(rows, batch), attention_of)
 

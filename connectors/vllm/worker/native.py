@@ -258,7 +258,9 @@ class NativeLayers:
             tokens, positions = rows.tokens[batch.rows].to(torch.int32), rows.at[batch.rows].clone()
             batch.output = self._forward(tokens, positions)
 
-    def draft(self, rows: PagedRows, batch: RowBatch, attention_of: Callable[[int], Attention] | None = None) -> None:
+    def draft(
+        self, rows: PagedRows, batch: RowBatch, attention_of: Callable[[int], Attention | None] | None = None
+    ) -> None:
         """Run the draft model for the rows of a batch, which have gone through all layers.
 
         Its keys and values are written into the pages. Without `attention_of`, the last layer ends then, because no
@@ -322,7 +324,6 @@ class NativeLayers:
 
     def _before(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[Given]]:
         """Return the hidden states `[T, E]` before layer 0 (some models scale embeddings), and what each layer gets."""
-
         size = self._most_rows
         parts = [self._before_some(*part) for part in zip(tokens.split(size), positions.split(size), strict=True)]
         if len(parts) == 1:
@@ -332,13 +333,15 @@ class NativeLayers:
 
     @property
     def _most_rows(self) -> int:
-        """The maximal number of rows in a call of the model. Kernels for adapters have buffers for one step only."""
-        steps: int = self._config.scheduler_config.max_num_batched_tokens
-        return steps if self._adapters is not None else self.longest
+        """The maximal number of rows in a call of the model: as many as the engine computes in a step.
+
+        Kernels for adapters have buffers for so many, and Gemma 3n and 4 with --kv-sharing-fast-prefill.
+        """
+        return int(self._config.scheduler_config.max_num_batched_tokens)
 
     def _before_some(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[Given]]:
         def run() -> None:
-            with self._context(len(tokens)), _without_fast_prefill(self._model):
+            with self._context(len(tokens)):
                 self._forward(tokens, positions)
 
         return self._calls.begin(run)
@@ -600,22 +603,6 @@ def _check_parallel(parallel: Any) -> None:
         raise UnsupportedModel("its layers are on several pipeline stages")
     if parallel.data_parallel_size > 1 and parallel.is_moe_model is not False:
         raise UnsupportedModel("its experts are shared with other data-parallel engines, which run steps independently")
-
-
-@contextmanager
-def _without_fast_prefill(language: Any) -> Iterator[None]:
-    """In this context, a language model passes any number of rows to its layers.
-
-    With --kv-sharing-fast-prefill, Gemma 3n and 4 copy rows into buffers that hold the largest step of the engine.
-    """
-    fast = getattr(language.model, "fast_prefill_enabled", False)
-    if fast:
-        language.model.fast_prefill_enabled = False
-    try:
-        yield
-    finally:
-        if fast:
-            language.model.fast_prefill_enabled = True
 
 
 def _own_config(config: Any, runs: int) -> Any:
