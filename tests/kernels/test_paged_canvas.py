@@ -25,6 +25,7 @@ from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.messages import BlendJob
 from lmc.connectors.vllm.worker import stored_parts
 from lmc.connectors.vllm.worker.canvas import BatchRows, PagedCanvas
+from lmc.connectors.vllm.worker.draft_model import NO_DRAFTS
 from lmc.connectors.vllm.worker.layer_calls import OwnLayers
 from lmc.connectors.vllm.worker.memory import memory_for
 from lmc.connectors.vllm.worker.native import MOST_RUNS, NativeLayers
@@ -135,9 +136,11 @@ class FewLayers(NativeLayers):
         self.shape = KVShape(layers=3, kv_heads=HEADS, head_dim=DIM, dtype=FP8 if quantised else torch.float32)
         self.shapes, self._kinds, self.computes = [self.shape] * 3, [None] * 3, torch.float32
         self.group_count, self.group_of = 1, [0] * 3
-        self._calls = OwnLayers(self._layers)
+        self._calls, self._draft_model, self.drafts = OwnLayers(self._layers), NO_DRAFTS, 0
+        self._adapters, self._aux_layers = None, ()
+        self._config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=length))
 
-        def model(tokens: torch.Tensor, positions: torch.Tensor) -> None:
+        def model(tokens: torch.Tensor, positions: torch.Tensor, intermediate_tensors: None) -> None:
             """As the engine has compiled it: no layer is called by lmc."""
             with counting(False):
                 states, residual = embedding[tokens.long()], None
@@ -599,7 +602,7 @@ def test_a_quantised_output_is_refused(monkeypatch, option):
 def test_the_backend_has_buffers_for_the_runs_that_go_to_it_and_no_more(monkeypatch, kernels, requests):
     """FlashInfer's builder takes 4 bytes for each request and page: 4096 of 128k tokens are 134 MB."""
     monkeypatch.setenv("LMC_KERNELS", kernels)
-    made, scheduler = [], SimpleNamespace(max_num_seqs=256)
+    made, scheduler = [], SimpleNamespace(max_num_seqs=256, max_num_batched_tokens=64)
 
     def builder(spec, names, own, device):
         made.append(own)

@@ -28,7 +28,8 @@ class WithoutAdapters:
     def set(self, rows: int) -> None:
         """Tell the layers that the next call has this number of rows, without an adapter."""
         if rows != self._rows or self._manager._last_mapping is not self._own:
-            self._rows, self._own = rows, vllm_api.LoRAMapping((NONE,) * rows, (NONE,), is_prefill=True)
+            self._rows = rows
+            self._own = vllm_api.LoRAMapping(index_mapping=(NONE,) * rows, prompt_mapping=(NONE,), is_prefill=True)
             self._manager.set_adapter_mapping(self._own)
 
     @contextmanager
