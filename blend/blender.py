@@ -173,8 +173,7 @@ class Blender(Generic[R]):
         yield Slice(0, max(1, self._canvas.call_cost), coming=costs[0])
         for (batch, shift), cost, coming in zip(batches, costs, [*costs[1:], 0], strict=True):
             self._canvas.run_through(rows, batch, shift.attention if shift else lambda layer: None)
-            if self._canvas.drafts:
-                self._canvas.draft(rows, batch, shift.attention if shift else None)
+            self._canvas.draft(rows, batch, shift.attention if shift else None)
             yield Slice(depth - 1, cost, coming)
 
     def _draft(self, rows: R | None, shifts: Sequence[Shift] = ()) -> Iterator[Slice]:

@@ -150,7 +150,7 @@ def _recomputed(canvas: Canvas[R], exact: Sequence[KV], *, through: bool = False
     for layer in range(0 if through else canvas.depth):
         for batch in canvas.batches(rows):
             canvas.run(layer, rows, batch)
-    for batch in canvas.batches(rows) if canvas.drafts else ():
+    for batch in canvas.batches(rows):
         canvas.draft(rows, batch)
     return _largest((canvas.read(layer, everything[layer]) for layer in range(len(exact))), exact)
 

@@ -161,13 +161,21 @@ def describe_sharing_layers(config: Any, kv_cache_config: Any) -> None:
     If all layers have one block table and their caches differ, vLLM 0.30 to 0.33 looks for them there, and would not
     start (Gemma 4 E2B and E4B).
     """
-    targets = {
-        name: getattr(layer, "kv_sharing_target_layer_name", None)
-        for name, layer in config.compilation_config.static_forward_context.items()
-    }
+    layers = config.compilation_config.static_forward_context
+    sources = {name: kv_source_of(layer) for name, layer in layers.items()}
     for group in kv_cache_config.kv_cache_groups:
         described = getattr(group.kv_cache_spec, "kv_cache_specs", {})
-        described |= {name: described[target] for name, target in targets.items() if target in described}
+        described |= {name: described[source] for name, source in sources.items() if source in described}
+
+
+def attentions_in(module: Any) -> list[Any]:
+    """Return the attentions inside of a layer or a model, in their order there."""
+    return [one for one in module.modules() if isinstance(one, (vllm_api.Attention, vllm_api.MLAAttention))]
+
+
+def kv_source_of(layer: Any) -> str:
+    """Return the name of another layer whose keys and values a layer reads; an empty string if it has its own."""
+    return getattr(layer, "kv_sharing_target_layer_name", None) or ""
 
 
 def groups_of(kv_cache_config: Any) -> Mapping[str, int]:

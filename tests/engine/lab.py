@@ -93,6 +93,15 @@ LATENT = {
     # vLLM's CPU build rotates the rows of MLA wrongly with plain RoPE, because they are views of longer rows.
     "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
 }
+SHARING = {  # The last layers read the KV of earlier ones, and each layer has an input of its own.
+    "head_dim": 32,
+    "sliding_window": 128,
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 1024,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {"head_dim": 32}),
     "llama3": (transformers.LlamaConfig, {"head_dim": 32, "rope_parameters": LLAMA3}),
@@ -195,31 +204,19 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
             "per_layer_config": {layer: {"head_dim": 64, "num_key_value_heads": 2} for layer in ("01", "05")},
         },
     ),
-    "gemma4small": (  # as E2B and E4B: the last layers read the KV of earlier ones, and caches differ in size
+    "gemma4small": (  # as E2B and E4B, whose caches differ in size
         transformers.Gemma4TextConfig,
         {
-            "head_dim": 32,
-            "sliding_window": 128,
-            "num_hidden_layers": 6,
-            "num_kv_shared_layers": 2,
-            "hidden_size_per_layer_input": 32,
-            "vocab_size_per_layer_input": 1024,
-            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            **SHARING,
             "per_layer_config": {layer: {"head_dim": 64} for layer in ("01", "03", "05")},
         },
     ),
     "gemma3n": (
         transformers.Gemma3nTextConfig,
         {
-            "head_dim": 32,
-            "sliding_window": 128,
-            "num_hidden_layers": 6,
-            "num_kv_shared_layers": 2,
-            "hidden_size_per_layer_input": 32,
-            "vocab_size_per_layer_input": 1024,
+            **SHARING,
             "intermediate_size": [512] * 6,
             "activation_sparsity_pattern": [0.5] * 2 + [0.0] * 4,
-            "layer_types": ["sliding_attention", "full_attention"] * 3,
             "laurel_rank": 16,
         },
     ),

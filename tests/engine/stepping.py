@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lab import Lab
+from lab import PLAIN, Lab, agree, facts
 from storage_fakes import eventually
 from tier_wrappers import Faulty
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -138,6 +138,18 @@ def poison() -> None:
     """Fill the engine's pages, so that stale bytes are not right by chance."""
     for view in engine_pages().views:
         view.fill_(3.0)
+
+
+def check_pages_are_loaded_again(lab: Lab) -> None:
+    """Pages of `PLAIN` that are loaded are what was computed."""
+    wanted = lab.vanilla(PLAIN)
+    lab.ask(PLAIN)
+    lab.forget_prefixes()
+    poison()
+    found = lab.ask(PLAIN)
+    assert facts(found)["exact_tokens"] == 672
+    assert agree(found, wanted)
+    lab.check()
 
 
 def only_on_disk(lab: Lab) -> None:

@@ -4,22 +4,19 @@ import logging
 
 import pytest
 import torch
-from lab import SIZES, Prompt, answer, distance, engine, facts, words
-from stepping import change_batches, poison
+from lab import PLAIN, SAME, SIZES, Prompt, answer, distance, engine, facts, words
+from stepping import change_batches, check_pages_are_loaded_again, poison
 
 from lmc.connectors.vllm.scheduler.admin import Administration
 
 pytestmark = pytest.mark.long
 
-SAME = 1e-5  # logprobs, float32
 DOCUMENTS = [words(150, 1), words(300, 2)]
 PROMPT = Prompt(DOCUMENTS)
-PLAIN = words(700, 9)
 OFF = "blending is off; the log of the engine's start says why"
 # Family, engine options, the reason that is logged
 ENGINES = {
     "other layers": ("gpt2", {}, "GPT2LMHeadModel does not keep its decoder layers in model.layers"),
-    "LoRA": ("llama", {"enable_lora": True, "max_lora_rank": 8}, "LoRA is enabled"),
 }
 
 
@@ -67,15 +64,7 @@ def test_the_log_says_why_it_does_not_blend(lab):
 
 
 def test_pages_are_loaded_again_exactly(lab):
-    wanted = lab.vanilla(PLAIN)
-    lab.ask(PLAIN)
-    lab.forget_prefixes()
-    poison()
-    found = lab.ask(PLAIN)
-    assert facts(found)["exact_tokens"] == 672
-    assert answer(found) == answer(wanted)
-    assert distance(found, wanted) <= SAME
-    lab.check()
+    check_pages_are_loaded_again(lab)
 
 
 def test_pages_of_prompt_embeddings_are_loaded_again_exactly(lab):

@@ -151,7 +151,7 @@ def test_without_enable_blending_a_model_that_could_be_blended_is_not(lab, monke
     [
         ("impl.alibi_slopes", [0.5], "ALiBi"),
         ("has_sink", True, "attention sinks in an unknown form"),
-        ("impl.kv_sharing_target_layer_name", "model.layers.3", "the keys and values of another layer, and later"),
+        ("kv_sharing_target_layer_name", "model.layers.3", "the keys and values of another layer, and later"),
     ],
 )
 def test_attention_that_is_not_lmc_s_own_is_not_blended(lab, monkeypatch, name, value, said):

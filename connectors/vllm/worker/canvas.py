@@ -217,9 +217,10 @@ def prefill_alone(
         if batch_rows.through:
             layers.run_through(rows, batch, lambda layer: None)
             yield layers.depth * cost
-        for layer in range(0 if batch_rows.through else layers.depth):
-            layers.run(layer, rows, batch)
-            yield cost
+        else:
+            for layer in range(layers.depth):
+                layers.run(layer, rows, batch)
+                yield cost
         if layers.drafts:
             layers.draft(rows, batch)
             yield layers.drafts * cost

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from lmc.connectors.vllm import vllm_api
+from lmc.connectors.vllm.model_kinds import attentions_in, kv_source_of
 from lmc.errors import UnsupportedModel
 
 Output = torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]  # what a model returns; see `DraftModel.run`
 
-ALONE = "draft_model"  # the method of a model that needs nothing of the other
+ALONE = "draft_model"  # the method of a model that reads nothing of the other one
 METHODS = (ALONE, "eagle", "eagle3", "mtp")
 
 
@@ -37,10 +37,8 @@ class DraftModel:
         `speculative` is the engine's configuration for it, and `caches` contains the names of layers with a KV cache.
         Raises `UnsupportedModel` if lmc cannot compute its keys and values.
         """
-        kinds = vllm_api.Attention, vllm_api.MLAAttention
-        modules = () if model is None else model.modules()
-        attention = [one for one in modules if isinstance(one, kinds) and one.layer_name in caches]
-        attention = [one for one in attention if not getattr(one, "kv_sharing_target_layer_name", None)]
+        found = [] if model is None else attentions_in(model)
+        attention = [one for one in found if one.layer_name in caches and not kv_source_of(one)]
         if not attention:
             return NO_DRAFTS
         if speculative.method not in METHODS:

@@ -131,7 +131,7 @@ class TransformersLayers:
             found.append(self.begin(partial(run, positions))[1])
         first = [given[ANGLES] for given in found[0]]  # Layers with the same RoPE get the same tensors.
         kinds = [next(i for i, other in enumerate(first) if other is one) for one in first]
-        angles = {kind: Angles.together([Angles.of(part[kind][ANGLES]) for part in found]) for kind in set(kinds)}
+        angles = {kind: Angles.together([Angles.of(given[kind][ANGLES]) for given in found]) for kind in set(kinds)}
         ends = torch.tensor([0, PROBED], device=device)
         ways = []
         for layer, kind in enumerate(kinds):

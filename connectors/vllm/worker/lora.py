@@ -1,7 +1,7 @@
 """LoRA: the rows of lmc go through the model without an adapter.
 
 Before it calls the connector, the engine tells the model's layers which adapters the tokens of a step have. lmc tells
-them that its own rows have none, and afterwards tells them again what the engine did. Requests with an adapter are not
+them that its own rows have none, and afterwards repeats what the engine has told them. Requests with an adapter are not
 blended, and nothing is learned from them.
 """
 
@@ -26,7 +26,7 @@ class WithoutAdapters:
             raise UnsupportedModel("LoRA is enabled (--enable-lora), and this vLLM applies adapters in an unknown way")
 
     def set(self, rows: int) -> None:
-        """Tell the layers that the next call has this number of rows, without an adapter."""
+        """Apply no adapter in the next call of layers, which has this number of rows."""
         if rows != self._rows or self._manager._last_mapping is not self._own:
             self._rows = rows
             self._own = vllm_api.LoRAMapping(index_mapping=(NONE,) * rows, prompt_mapping=(NONE,), is_prefill=True)
@@ -34,7 +34,7 @@ class WithoutAdapters:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """At the end of this context, tell the layers what the engine had told them before it."""
+        """At the end of this context, apply the adapters that the engine had set before it."""
         before = self._manager._last_mapping
         try:
             yield

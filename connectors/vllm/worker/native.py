@@ -23,7 +23,7 @@ from lmc.blend.kernels.choice import kernels_of
 from lmc.blend.layer_attention import LayerAttention, absorbed
 from lmc.blend.rope import UNROTATED, Rotation, check_rope
 from lmc.connectors.vllm import vllm_api
-from lmc.connectors.vllm.model_kinds import groups_of, specs_of
+from lmc.connectors.vllm.model_kinds import attentions_in, groups_of, kv_source_of, specs_of
 from lmc.connectors.vllm.worker.draft_model import NO_DRAFTS, DraftModel, Output
 from lmc.connectors.vllm.worker.layer_calls import PART, Given, TransformersLayers, calls_of, joined, rows_of
 from lmc.connectors.vllm.worker.lora import WithoutAdapters
@@ -261,11 +261,13 @@ class NativeLayers:
     def draft(
         self, rows: PagedRows, batch: RowBatch, attention_of: Callable[[int], Attention | None] | None = None
     ) -> None:
-        """Run the draft model for the rows of a batch, which have gone through all layers.
+        """Run the draft model, if there is one, for the rows of a batch, which have gone through all layers.
 
         Its keys and values are written into the pages. Without `attention_of`, the last layer ends then, because no
         draft is read.
         """
+        if not self.drafts:
+            return
         output, batch.output = batch.output, None
         if output is None and self._draft_model.reads_on:
             output = self._output(rows, batch)
@@ -335,7 +337,7 @@ class NativeLayers:
     def _most_rows(self) -> int:
         """The maximal number of rows in a call of the model: as many as the engine computes in a step.
 
-        Kernels for adapters have buffers for so many, and Gemma 3n and 4 with --kv-sharing-fast-prefill.
+        Buffers have this size for adapters, and in Gemma 3n and 4 with --kv-sharing-fast-prefill.
         """
         return int(self._config.scheduler_config.max_num_batched_tokens)
 
@@ -651,19 +653,14 @@ def _own_layers(language: Any) -> tuple[list[Any], list[Any], dict[str, str]]:
     they compute, so lmc does not run them. For each name, there is the name of the layer that is read.
     Raises `UnsupportedModel` if a layer has no attention or several.
     """
-    layers, kinds = _layers_of(language), (vllm_api.Attention, vllm_api.MLAAttention)
-    attentions = [[module for module in layer.modules() if isinstance(module, kinds)] for layer in layers]
+    layers = _layers_of(language)
+    attentions = list(map(attentions_in, layers))
     if any(len(modules) != 1 for modules in attentions):
         raise UnsupportedModel("a layer does not have exactly one attention")
     attention = [modules[0] for modules in attentions]
-    sharing = {one.layer_name: name for one in attention if (name := _shared_by(one))}
+    sharing = {one.layer_name: name for one in attention if (name := kv_source_of(one))}
     own = len(layers) - len(sharing)
     return layers[:own], attention[:own], sharing
-
-
-def _shared_by(attention: Any) -> str:
-    """Return the name of another layer whose keys and values this attention reads; an empty string if there is none."""
-    return getattr(attention.impl, "kv_sharing_target_layer_name", None) or ""
 
 
 def _unsupported(attention: Any) -> str:
@@ -678,7 +675,7 @@ def _unsupported(attention: Any) -> str:
         return "weights in a form of its backend"
     if getattr(impl, "alibi_slopes", None) is not None or getattr(attention, "use_alibi_sqrt", False):
         return "ALiBi"
-    if _shared_by(attention):
+    if kv_source_of(attention):
         return "the keys and values of another layer, and later layers do not"
     return (
         "attention sinks in an unknown form"

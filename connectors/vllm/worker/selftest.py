@@ -125,7 +125,7 @@ def _bytes_of(layers: NativeLayers, rows: int) -> int:
             for layer in layers.samples:
                 for batch in batches.batches:
                     layers.run(layer, batches, batch)
-            for batch in batches.batches if layers.drafts else ():
+            for batch in batches.batches:
                 layers.draft(batches, batch)
     finally:
         _clear(layers, [(1,)] * layers.group_count)
