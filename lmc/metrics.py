@@ -60,7 +60,7 @@ OF_STORES = (
 OF_REQUESTS = (  # A vLLM server counts all of them; `Prefills` of the transformers connector counts some.
     Name("requests", "requests that arrived at lmc"),
     Name("loads", "requests for which exact pages were loaded"),
-    Name("loads_skipped", "requests whose load was skipped, because prefill was expected to be faster"),
+    Name("loads_skipped", "requests whose load was skipped or ended early, because prefill was expected to be faster"),
     Name("blends", "requests whose documents were blended"),
     Name("blends_continued", "requests that continued from an earlier blend in the engine's own cache"),
     Name("backfills", "blended conversations recomputed exactly while the engine was idle"),

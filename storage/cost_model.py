@@ -328,6 +328,11 @@ class CostModel:
                 load = self._is_tried_again(tiers)
             return Choice(load=load, loading=loading, computing=computing)
 
+    def computing(self, offer: Offer) -> float | None:
+        """Return the expected seconds of computing what a load saves; None while prefill was not measured."""
+        with self._mutex:
+            return self._computing_of(offer)
+
     def tried(self, tiers: Set[str]) -> None:
         """Count anew until the next trial of these tiers, which a load has just measured without a request."""
         with self._mutex:

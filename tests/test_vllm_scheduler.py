@@ -644,11 +644,13 @@ def test_a_claim_is_made_when_the_first_part_is_there_and_the_load_goes_on_besid
     lab.finish(request)
 
 
-def hanging_load(make):
-    """A request whose load hangs in its tier, after something of it has come."""
+def hanging_load(make, token=None):
+    """A request whose load hangs in its tier, after something of it has come. A `token` is computed in this time."""
     tier = gated()
     fill(tier.inner, PLAIN[:16])
     lab = make(tier)
+    if token is not None:
+        pretend(lab, byte=1e-12, token=token)
     request = lab.arrive("one", PLAIN[:16])
     tier.read_gates[0].set()
     assert lab.wait(lambda: lab.admit(request)) == 16
@@ -885,6 +887,57 @@ def test_what_is_faster_computed_is_not_loaded_not_waited_for_and_not_saved_agai
     assert (tier.counts.bytes_read, tier.counts.written) == (0, 0)
     assert lab.scheduler.numbers()["loads_skipped"] == 1
     assert lab.store.held() == 0
+
+
+@pytest.mark.parametrize(("policy", "claimed"), [("auto", 0), ("always", None)])
+def test_a_load_ends_if_its_rest_would_take_longer_than_computing(make, policy, claimed):
+    """The first load from a slow bucket took twice as long as computing: no speed was known that could be compared."""
+    tier, turnstile = gated(), Turnstile()
+    fill(tier.inner, PLAIN)
+    tier.read_gates[0] = turnstile
+    lab = make(tier, settings={"load_policy": policy})
+    pretend(lab, byte=1e-12, token=0.01)  # The prompt of 40 tokens takes 0.4 s.
+    request = lab.arrive("one", PLAIN)
+    turnstile.let_in()
+    pins = lab.states["one"].chunks.pins.values()
+    assert lab.wait(lambda: True if sum(map(lab.store.arrived, pins)) == 1 else None), "one part of ten"
+    for now, answer in ((0.0, None), (0.099, None), (0.101, claimed)):  # In 0.1 s, the rest looks like 0.9 s.
+        lab.now = now
+        assert lab.scheduler.claim(request, 0) == answer
+    assert lab.scheduler.numbers().get("loads_skipped", 0) == (claimed == 0)
+    turnstile.set()
+    tier.open_all()
+    loaded = lab.wait(lambda: lab.admit(request))
+    assert loaded == (40 if claimed is None else 0)
+    lab.load(request)
+    lab.compute(request, 40 - request.num_computed_tokens)
+    assert lab.right(request, 40)
+    note = lab.finish(request).get("note", "")
+    assert note == ("" if claimed is None else "a load ended early, because computing takes about 0.4 s")
+
+
+def test_a_load_of_which_nothing_arrives_ends_when_computing_would_have_ended(make):
+    tier = gated()
+    fill(tier.inner, PLAIN)
+    lab = make(tier)
+    pretend(lab, byte=1e-12, token=0.01)
+    request = lab.arrive("one", PLAIN)
+    for now, claimed in ((0.0, None), (0.5, None), (0.51, 0)):
+        lab.now = now
+        assert lab.scheduler.claim(request, 0) == claimed
+    assert lab.admit(request) == 0
+    lab.compute(request, 40)
+    lab.finish(request)
+    tier.open_all()
+
+
+def test_a_load_that_becomes_slow_after_its_first_parts_is_given_up_and_computed(make):
+    lab, request = hanging_load(make, token=0.01)  # Half of it has arrived, and 16 tokens take 0.16 s.
+    for now, loads in ((0.2, True), (0.21, False)):
+        lab.now = now
+        lab.step()
+        assert ("one" in lab.workers.loading) is loads
+    computed_after_all(lab, request)
 
 
 def test_what_a_slow_tier_has_is_in_memory_for_the_next_request(make, monkeypatch):

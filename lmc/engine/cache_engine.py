@@ -31,7 +31,7 @@ from lmc.documents.server import DocumentServer, FollowingEngine, LearningEngine
 from lmc.engine.index import BlockChain, CacheIndex, ExactChain, NewChunk, TokenChain, find_run
 from lmc.engine.names import Names
 from lmc.engine.pieces import Piece, trim
-from lmc.engine.planner import DocumentMatch, Match, Plan, blend_offer, choose_plan, without_slow_blend
+from lmc.engine.planner import DocumentMatch, Match, Plan, blend_offer, choose_plan, computing, without_slow_blend
 from lmc.engine.promotion import Promotion
 from lmc.engine.recall import Recall
 from lmc.errors import ChunkLost
@@ -326,6 +326,10 @@ class CacheEngine:
         """Decide which stored parts are loaded, by `cost` or else the store's cost model; see `choose_plan`."""
         policy = LoadPolicy(self.settings.load_policy)
         return choose_plan(match, self._record_bytes, cost or self.store.cost, policy)
+
+    def computing(self, plan: Plan) -> float | None:
+        """Return the expected seconds of computing what a plan loads from tiers; see the planner."""
+        return computing(plan, self._record_bytes, self.store.cost, LoadPolicy(self.settings.load_policy))
 
     def without_slow_blend(self, plan: Plan) -> Plan:
         """Return a plan without its blend if prefill is expected to be faster; see the planner."""

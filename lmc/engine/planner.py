@@ -167,6 +167,15 @@ def choose_plan(match: Match, size_of: Callable[[Piece], int], cost: CostModel, 
     return without_slow_blend(plan, size_of, cost, policy)
 
 
+def computing(plan: Plan, size_of: Callable[[Piece], int], cost: CostModel, policy: LoadPolicy) -> float | None:
+    """Return the expected seconds of computing what a plan loads from tiers.
+
+    None if this is not known, and if the plan loads in any case.
+    """
+    offer = _offer(plan, size_of)
+    return cost.computing(offer) if offer.records and policy is LoadPolicy.AUTO else None
+
+
 def without_slow_blend(plan: Plan, size_of: Callable[[Piece], int], cost: CostModel, policy: LoadPolicy) -> Plan:
     """Return a plan without its blend if prefill is expected to be faster, otherwise the plan itself."""
     offer = blend_offer(plan, size_of)

@@ -57,7 +57,7 @@ class Administration:
         self.status, self.settings = status, setup.settings
         self._number = number
         self._setup, self._engine, self._tokenizer, self._requests = setup, setup.engine, setup.tokenizer, requests
-        self._claims, self.background = Claims(setup), setup.engine.background
+        self._claims, self.background = Claims(setup, Counter()), setup.engine.background
         self.documents = DocumentAdmin(lambda: [setup.engine], lambda tokens, _: self._text(tokens), self.background)
         self.explain_token = secrets.token_urlsafe(32)  # token of a cache server; it permits only explanations
 

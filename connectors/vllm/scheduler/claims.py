@@ -1,9 +1,10 @@
 """Claims of requests on stored chunks.
 
 The planner decides which chunks are used. This module pins them and waits, up to a deadline, for chunks that are being
-loaded from slower tiers. It gives up chunks that are too late.
+loaded from slower tiers. It gives up chunks that are too late, or that arrive more slowly than they are computed.
 """
 
+from collections import Counter
 from dataclasses import replace
 
 from lmc.blend.blender import QUESTION_ROWS
@@ -20,6 +21,10 @@ from lmc.storage.memory.slab import LOST
 FEW_TOKENS = 128  # Fewer tokens than this are computed as fast as they are loaded: either takes a step of the engine.
 ANSWER_SECONDS = 0.2  # that a request waits for answers of slow tiers to lookups, at most
 DEADLINES = 10  # A load may take this many deadlines if a part arrives within each of them.
+# A load is compared with computing when a request has waited for this share of the expected time of computing: by then,
+# its progress shows how long the rest takes. It ends if the rest is expected to take this many times as long.
+JUDGED_AFTER = 0.25
+CLEARLY_SLOWER = 1.25
 
 
 def fewest_tokens(setup: Setup) -> int:
@@ -30,8 +35,9 @@ def fewest_tokens(setup: Setup) -> int:
 class Claims:
     """The claims of requests on one cache engine."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, counts: "Counter[str]") -> None:
         self._setup, self._engine, self._settings = setup, setup.engine, setup.settings
+        self._counts = counts
         self._fewest = fewest_tokens(setup)
 
     def look(self, state: RequestState, local: int = 0) -> Match:
@@ -120,6 +126,8 @@ class Claims:
             self._engine.promotion.cancel()
         room = self._engine.store.slots // 2 - self._engine.store.held()
         self._pin(state, away[: max(0, room)])
+        chunks.loads, chunks.begun_at = tuple(chunks.pins), self._setup.clock()
+        chunks.computing = self._engine.computing(plan)
 
     def make(self, state: RequestState, local: int) -> Plan | None:
         """Return the best plan after `local` tokens, and pin its chunks.
@@ -128,6 +136,8 @@ class Claims:
         """
         if self.is_late(state):
             self._give_up(state, PinState.COMING)
+        elif self.is_slow(state):
+            self._compute_instead(state)
         match, late, missing = self.look(state, local), self.is_late(state), frozenset[ChunkKey]()
         chunks = state.chunks
         while True:
@@ -157,10 +167,28 @@ class Claims:
         now = self._setup.clock()
         return now - chunks.progress_at > deadline or now - chunks.waiting_since > DEADLINES * deadline
 
+    def is_slow(self, state: RequestState) -> bool:
+        """Return whether the rest of a load is expected to take clearly longer than computing its tokens.
+
+        The rest is estimated from the parts that have arrived since the load began. Before the first part, it is taken
+        to be as long as the wait so far.
+        """
+        chunks, store = state.chunks, self._engine.store
+        if chunks.computing is None or chunks.waiting_since is None:
+            return False
+        now = self._setup.clock()
+        waited = now - chunks.waiting_since
+        if waited < JUDGED_AFTER * chunks.computing:
+            return False
+        pins = [chunks.pins[key] for key in chunks.loads if key in chunks.pins]
+        arrived, parts = sum(map(store.arrived, pins)), len(pins) * self._engine.layout.parts
+        rest = (now - chunks.begun_at) * (parts - arrived) / arrived if arrived else waited
+        return bool(pins) and rest > CLEARLY_SLOWER * chunks.computing
+
     def waits(self, state: RequestState) -> bool:
-        """Return whether no part of a pinned chunk has arrived yet, and the deadline has not passed."""
+        """Return whether no part of a pinned chunk has arrived yet, and the request should go on waiting for it."""
         store = self._engine.store
-        return not self.is_late(state) and any(
+        return not (self.is_late(state) or self.is_slow(state)) and any(
             store.state(pin) is PinState.COMING and not store.arrived(pin) for pin in state.chunks.pins.values()
         )
 
@@ -182,10 +210,11 @@ class Claims:
         return min((store.arrived(pin) for pin in state.chunks.pins.values()), default=LOST)
 
     def give_up_late(self, state: RequestState) -> bool:
-        """Release lost chunks and, after the deadline, incomplete chunks. Returns whether any chunk was released."""
+        """Release lost chunks and, if the load is late or slow, incomplete ones. Returns whether any was released."""
         self.note_progress(state)
         lost = self._give_up(state, PinState.LOST)
-        return (self.is_late(state) and self._give_up(state, PinState.COMING)) or lost
+        ends = self.is_late(state) or self.is_slow(state)
+        return (ends and self._give_up(state, PinState.COMING)) or lost
 
     def release(self, state: RequestState) -> None:
         """Release everything that is pinned for a request."""
@@ -203,6 +232,14 @@ class Claims:
         """Release chunks without waiting for their loads, because workers check the tags of the slots they read."""
         if keys:
             self._engine.store.release([state.chunks.pins.pop(key) for key in keys], wait=False)
+
+    def _compute_instead(self, state: RequestState) -> None:
+        """Load nothing more from slower tiers for a request. It keeps the chunks that have arrived."""
+        chunks = state.chunks
+        if self._give_up(state, PinState.COMING):
+            chunks.memory_only = True
+            self._counts["loads_skipped"] += 1
+            state.add_note(f"a load ended early, because computing takes about {chunks.computing:.3g} s")
 
     def _give_up(self, state: RequestState, what: PinState) -> bool:
         """Release chunks in the state `what`, and never try them again. Returns whether any chunk was released."""

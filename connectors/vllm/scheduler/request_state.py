@@ -43,6 +43,9 @@ class StoredChunks:
     waiting_since: float | None = None  # time since which the engine waits for the claim or the load
     progress_at: float = 0.0  # time of the last arrival of a part
     parts_arrived: int = 0  # number of parts of pinned chunks that had arrived at `progress_at`
+    loads: tuple[ChunkKey, ...] = ()  # chunks that tiers began to load when the request arrived
+    begun_at: float = 0.0  # time of this
+    computing: float | None = None  # expected seconds of computing their tokens instead; None if they are not compared
 
 
 @dataclass(slots=True)

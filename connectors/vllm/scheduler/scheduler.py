@@ -73,7 +73,7 @@ class Scheduler:
         self._roles = Roles(setup, self.counts)
         self._line_ends = LineEnds(setup.tokenizer.decode) if setup.tokenizer else None
         self._repeated = RepeatedTexts(setup, self._roles, self.counts, self._line_ends)
-        self._claims = Claims(setup)
+        self._claims = Claims(setup, self.counts)
         self._pace = PrefillPace(self.engine.store.cost)
         self.pending = PendingTransfers(setup.ranks, self.engine.store)
         changes = self.engine.store.changes
