@@ -13,8 +13,13 @@ with a whole cache engine over memory and disk:
 The kinds of starts are: after the engine was closed, after it was killed, and with `--rebuild` without an index. Files
 and index are in the page cache, as after a restart of the process.
 
-Operations are a lookup of the chunks of a prompt, a write, and a write to a full disk, which evicts a record. Both
-tiers are measured in turns; `times` is the 99th percentile of the large one over that of the small one.
+Operations are measured in turns over both tiers; `times` is the 99th percentile of the large one over that of the small
+one:
+
+    prompt    an engine finds the 200 chunks of a prompt of 51,200 tokens, as for each request
+    lookup    the tier's own part of that
+    write     a write
+    evict     a write to a full disk, which evicts a record
 
 Kills: a process writes records to a full disk, is killed after a random time, and the next one looks at what is there.
 The writer tells of each record that is stored. `lost` are records that were stored, and were missing although older
@@ -43,7 +48,9 @@ from common import closing_line, parser
 from lmc.config.settings import Settings
 from lmc.demo.random_model import machine
 from lmc.engine import CacheEngine
+from lmc.engine.index import SHORT, BlockChain, CacheIndex
 from lmc.engine.names import Names
+from lmc.engine.planner import Match
 from lmc.keys import ChunkKey, Namespace, RecordKind
 from lmc.open_store import open_store
 from lmc.shapes import GIB, KVShape
@@ -62,18 +69,27 @@ NAMESPACE = Namespace(
 PAGES = Names(NAMESPACE, (), "model").of(RecordKind.PAGES, "")  # the namespace of the engine's pages
 LAYOUT = ChunkLayout.of(SHAPE, TOKENS)
 RECORD_BYTES = 8192  # header and part of a record on the disk
-BLOCKS, SHORT = 16, 16  # block hashes in a label, and bytes of each
+BLOCKS, BLOCK_TOKENS = 16, 16  # of a chunk, and tokens of each
 PROMPT = 200  # chunks of a lookup
-ROUNDS, OPERATIONS = 10, 200  # of each operation in a round
+OPERATIONS = ("prompt", "lookup", "write", "evict")
+ROUNDS, IN_A_ROUND = 10, 200  # of each operation, and how many of them
 SAMPLE = 300  # records that are read after a kill
 LONGEST_LIFE = 12.0  # seconds after which a writer is killed at the latest
+CHAIN = BlockChain(CacheIndex(), PAGES, (), TOKENS, BLOCK_TOKENS)
+HASH = 32  # bytes of a block's hash
 PART = memoryview(bytearray(LAYOUT.part_bytes))
+
+
+def blocks_of(number: int) -> list[bytes]:
+    """Return the hashes of a chunk's blocks, as of vLLM's."""
+    digest = hashlib.shake_128(b"%d" % number).digest(BLOCKS * HASH)
+    return [digest[at : at + HASH] for at in range(0, len(digest), HASH)]
 
 
 def meta_of(number: int) -> RecordMeta:
     """Return the metadata of a record, which follow from its number."""
-    key = ChunkKey(hashlib.sha256(b"%d" % number).digest())
-    label = hashlib.shake_128(key).digest(BLOCKS * SHORT).hex()
+    blocks = blocks_of(number)
+    key, label = CHAIN.key(blocks[-1]), "".join(block[:SHORT].hex() for block in blocks)
     return RecordMeta(
         key=key, kind=RecordKind.PAGES, namespace=PAGES, tokens=TOKENS, first=0, parts=1,
         part_bytes=LAYOUT.part_bytes, label=label, model="model",
@@ -99,16 +115,21 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
-def start(root: Path, records: int) -> dict[str, Any]:
-    """Start an engine over a directory, and wait until it has read all records."""
+def opened(root: Path, records: int) -> CacheEngine:
+    """Open an engine over a directory with room for twice the records."""
     settings = Settings(
         chunk_size=TOKENS,
         max_local_cpu_size=1e-4,
         local_disk=root,
         max_local_disk_size=2 * records * RECORD_BYTES / GIB,
     )
+    return CacheEngine(settings, open_store(settings, LAYOUT), LAYOUT, SHAPE, NAMESPACE, model="model")
+
+
+def start(root: Path, records: int) -> dict[str, Any]:
+    """Start an engine over a directory, and wait until it has read all records."""
     before, began = resident(), time.perf_counter()
-    engine = CacheEngine(settings, open_store(settings, LAYOUT), LAYOUT, SHAPE, NAMESPACE, model="model")
+    engine = opened(root, records)
     ready, found = time.perf_counter() - began, engine.recall.count
     while not engine.recall.ended:
         time.sleep(0.01)
@@ -129,36 +150,57 @@ def in_a_process(task: Callable[..., Any], *arguments: Any) -> Any:
 
 def operations(small: Path, large: Path, counts: tuple[int, int]) -> dict[str, Any]:
     """Return the percentiles of the milliseconds of each operation, of both tiers in turns."""
-    seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ("lookup", "write", "evict")}
-    with closing(DiskTier(small, UNBOUNDED)) as first, closing(DiskTier(large, UNBOUNDED)) as second:
-        tiers, dice = (first, second), random.Random(0)
-        for tier in tiers:
-            assert tier._comparing is not None
-            tier._comparing.join()  # It takes the processor for a moment.
+    seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in OPERATIONS}
+    with closing(opened(small, counts[0])) as first, closing(opened(large, counts[1])) as second:
+        engines, dice = (first, second), random.Random(0)
+        for engine in engines:
+            while not engine.recall.ended:  # It takes the processor for a moment, and so does the comparison.
+                time.sleep(0.1)
+            disk_of(engine)._comparing.join()  # type: ignore[union-attr]
         after = list(counts)  # number of the next record
-        for step in range(3 * ROUNDS):
-            name = ("lookup", "write", "evict")[step % 3]
-            for which, tier in enumerate(tiers):
+        for step in range(len(OPERATIONS) * ROUNDS):
+            name = OPERATIONS[step % len(OPERATIONS)]
+            for which, engine in enumerate(engines):
+                tier = disk_of(engine)
                 tier.capacity = tier.bytes if name == "evict" else UNBOUNDED
-                for _ in range(OPERATIONS):
-                    keys = [meta_of(dice.randrange(counts[which] // 2, counts[which])).key for _ in range(PROMPT)]
-                    metas = [meta_of(after[which])]
+                for _ in range(IN_A_ROUND):
+                    numbers = [dice.randrange(counts[which] // 2, counts[which]) for _ in range(PROMPT)]
+                    work = prepared(name, engine, numbers, after[which])
+                    after[which] += name in ("write", "evict")
                     began = time.perf_counter()
-                    if name == "lookup":
-                        assert all(tier.contains(keys))
-                    else:
-                        assert tier.write(metas[0], [PART]) is Written.STORED
-                        after[which] += 1
+                    found = work()
                     seconds[name][which].append(time.perf_counter() - began)
-    found: dict[str, Any] = {}
+                    assert found
+    results: dict[str, Any] = {}
     for name, both in seconds.items():
         ordered = [sorted(one) for one in both]
         (small_p50, small_p99), (p50, p99) = [(one[len(one) // 2], one[len(one) * 99 // 100]) for one in ordered]
-        found[name] = {
+        results[name] = {
             "small_p50_ms": round(1e3 * small_p50, 3), "small_p99_ms": round(1e3 * small_p99, 3),
             "p50_ms": round(1e3 * p50, 3), "p99_ms": round(1e3 * p99, 3), "times": round(p99 / small_p99, 2),
         }  # fmt: skip
-    return found
+    return results
+
+
+def disk_of(engine: CacheEngine) -> DiskTier:
+    """Return the tier of an engine, without what wraps it."""
+    tier: Any = engine.store._tiers[0]
+    while not isinstance(tier, DiskTier):
+        tier = tier.inner
+    return tier
+
+
+def prepared(name: str, engine: CacheEngine, numbers: list[int], new: int) -> Callable[[], bool]:
+    """Return an operation with these records, which returns whether it found or stored what it should."""
+    tier, meta = disk_of(engine), meta_of(new)
+    if name == "prompt":
+        hashes = [block for number in numbers for block in blocks_of(number)]
+        match = Match(prompt=PROMPT * TOKENS + 1, exact_stop=PROMPT * TOKENS)
+        return lambda: len(engine.look(match, engine.block_chain(hashes, BLOCK_TOKENS)).exact) == PROMPT
+    if name == "lookup":
+        keys = [CHAIN.key(blocks_of(number)[-1]) for number in numbers]
+        return lambda: all(tier.contains(keys))
+    return lambda: tier.write(meta, [PART]) is Written.STORED
 
 
 def write_until_killed(root: Path, records: int, first: int) -> None:
@@ -226,9 +268,9 @@ def measure(folder: Path, options: Any) -> dict[str, Any]:
         found["start_without_an_index"] = in_a_process(start, large, records)
         print("start_without_an_index", found["start_without_an_index"], flush=True)
     found["operations"] = in_a_process(operations, small, large, (options.small, records))
-    written = 2 * ROUNDS * OPERATIONS
+    written = 2 * ROUNDS * IN_A_ROUND
     if options.kills:
-        evicted = ROUNDS * OPERATIONS
+        evicted = ROUNDS * IN_A_ROUND
         found["killed"] = kills(large, records, evicted, records + written, options.kills)
     return found
 
