@@ -51,7 +51,7 @@ from lmc.engine import CacheEngine
 from lmc.engine.index import SHORT, BlockChain, CacheIndex
 from lmc.engine.names import Names
 from lmc.engine.planner import Match
-from lmc.keys import ChunkKey, Namespace, RecordKind
+from lmc.keys import Namespace, RecordKind
 from lmc.open_store import open_store
 from lmc.shapes import GIB, KVShape
 from lmc.storage.chunk_layout import ChunkLayout

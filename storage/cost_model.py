@@ -4,13 +4,16 @@ All estimates are running averages of measurements. The loader reports its loads
 their prefills, and ask the model before they load.
 """
 
+import math
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import numpy as np
 
@@ -119,6 +122,16 @@ class Rate:
     _seconds: float = 0.0
     _units: float = 0.0
 
+    @classmethod
+    def known(cls, seconds: float, units: float = 1.0) -> "Rate":
+        """Return an estimate that was made elsewhere: `units` take `seconds`."""
+        return cls(seconds / units, _seconds=seconds, _units=units)
+
+    @property
+    def sums(self) -> tuple[float, float]:
+        """The seconds and the units of the estimate, as for `known`."""
+        return self._seconds, self._units
+
     def add(self, seconds: float, units: float) -> None:
         """Add an observation: `units` took `seconds`."""
         self.newest = seconds / units
@@ -181,6 +194,17 @@ class CostModel:
         self._surveys: dict[tuple[object, ...], int] = {}  # number of choices before a prefill or a blend was measured
         self._mutex = threading.Lock()
 
+    @property
+    def _kept(self) -> dict[str, defaultdict[Any, Rate]]:
+        """The estimates that outlive a process, by kind."""
+        return {
+            "opening": self._opening,
+            "reading": self._reading,
+            "computing": self._computing,
+            "lengths": self._lengths,
+            "blending": self._blending,
+        }
+
     def snapshot(self) -> "CostModel":
         """Return a copy. Choices of the copy, for example to explain a prompt to an operator, do not count here."""
         copied = CostModel(self.clock)
@@ -200,8 +224,30 @@ class CostModel:
         """Replace the estimates of tiers by those of another cost model."""
         with self._mutex:
             for tier, (record, byte) in speeds.items():
-                self._opening[tier] = Rate(record, _seconds=record, _units=1)
-                self._reading[tier] = Rate(byte, _seconds=byte, _units=1)
+                self._opening[tier], self._reading[tier] = Rate.known(record), Rate.known(byte)
+
+    def estimates(self) -> dict[str, list[list[Any]]]:
+        """Return all estimates, for `restore` and as JSON: by kind, lists of a key, seconds and units."""
+        with self._mutex:
+            return {
+                kind: [[list(key) if isinstance(key, tuple) else key, *rate.sums] for key, rate in rates.items()]
+                for kind, kept in self._kept.items()
+                if (rates := {key: rate for key, rate in kept.items() if rate.value})
+            }
+
+    def restore(self, estimates: Mapping[str, Any]) -> None:
+        """Replace estimates by those that `estimates` has returned, perhaps in an earlier process.
+
+        What is not an estimate is ignored.
+        """
+        with self._mutex:
+            for kind, rates in self._kept.items():
+                found = estimates.get(kind)
+                for entry in found if isinstance(found, list) else ():
+                    with suppress(TypeError, ValueError):
+                        key, seconds, units = entry
+                        if 0 < seconds < math.inf and 0 < units < math.inf:
+                            rates[tuple(key) if isinstance(key, list) else key] = Rate.known(seconds, units)
 
     def loaded(self, spent: Spent) -> None:
         """Add the measurement of a batch of loads: the work and seconds of all its threads together."""
@@ -236,8 +282,7 @@ class CostModel:
             prefill, is_trial = self._pace(offer.length), offer.size in self._trials
             if is_trial and prefill is not None and seconds <= prefill * offer.tokens:
                 # A fast trial replaces the old estimate: whatever slowed the earlier blends is over.
-                pace = seconds / offer.rows
-                self._blending[offer.size] = Rate(pace, _seconds=seconds, _units=offer.rows)
+                self._blending[offer.size] = Rate.known(seconds, offer.rows)
                 self._not_blended.pop(offer.size, None)
             else:
                 self._blending[offer.size].add(seconds, offer.rows)

@@ -223,8 +223,8 @@ def test_public_names_are_frozen() -> None:
     assert {name for name in vars(CacheEngine) if not name.startswith("_")} == {
         "namespace", "token_chain", "block_chain", "documents", "document_span", "document_keys",
         "learn_later", "share_learning", "unlearned", "note", "look", "lookup",
-        "plan", "without_slow_blend", "blend_offer", "layers", "stats", "begin_exact", "begin_document", "fits",
-        "capacity", "salt_of", "begin_anew", "owns", "with_known",
+        "plan", "computing", "without_slow_blend", "blend_offer", "layers", "stats", "begin_exact", "begin_document",
+        "fits", "capacity", "salt_of", "begin_anew", "owns", "with_known",
         "forget_all", "close",
     }  # fmt: skip
 

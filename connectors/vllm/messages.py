@@ -40,6 +40,7 @@ class WorkerFacts:
     dtypes: str = ""  # of each layer's KV, if they differ
     rope: str = ""
     refused: str = ""  # why the worker cannot blend; empty if it can
+    processor: str = ""  # name of its GPU, or of the CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,7 +121,7 @@ def open_engine(
     namespace = Namespace.of(shape, model=model, rope=first.rope, chunk_size=settings.chunk_size, **of_pages)
     if first.dtypes:  # The shape has one of them, and layers of the same shape may have other types.
         namespace = replace(namespace, dtype=first.dtypes)
-    chunks: dict[str, Any] = {"divisible": not any(windows), "states": bool(states)}
+    chunks: dict[str, Any] = {"divisible": not any(windows), "states": bool(states), "processor": first.processor}
     store = open_store(settings, layout, shared=True, tiers=tiers, model=name, tokenizer=tokenizer)
     return CacheEngine(settings, store, layout, shape, namespace, prefix=prefix, model=name, **chunks)
 

@@ -34,6 +34,7 @@ from lmc.engine.pieces import Piece, trim
 from lmc.engine.planner import DocumentMatch, Match, Plan, blend_offer, choose_plan, computing, without_slow_blend
 from lmc.engine.promotion import Promotion
 from lmc.engine.recall import Recall
+from lmc.engine.speeds import SpeedFile, processor_of, setup_of
 from lmc.errors import ChunkLost
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds, document_keys, tenant_of
 from lmc.shapes import GIB, KVShape
@@ -68,13 +69,15 @@ class CacheEngine:
         model: str = "",
         divisible: bool = True,
         states: bool = False,
+        processor: str = "",
     ) -> None:
         """Find the documents of earlier processes in a store for chunks of `layout`.
 
         `shape` is the shape of a token's KV in documents; a shape without heads means that no token can be stored.
         `namespace` has the fields that all namespaces of the model share; kind and salt are set here. KV is read on
         `device`. Documents are learned after the tokens of `prefix`. `model` is the model's name for people.
-        `divisible` and `states` describe chunks of pages, as in `BlockChain`.
+        `divisible` and `states` describe chunks of pages, as in `BlockChain`. `processor` is the name of what computes,
+        by default that of `device`.
         """
         self.prefix, self._device = tuple(prefix), torch.device(device)
         self._of_pages = {"divisible": divisible, "states": states}
@@ -94,6 +97,7 @@ class CacheEngine:
         self.recall = Recall(self.store.records(), self._take, self.known.prepare, self.background)
         self._recalls = [self.recall]  # and a later one of the documents of a cache server
         self.promotion = Promotion(store, self.background)
+        self._speeds = self._open_speeds(namespace, processor or processor_of(self._device))
         self.keeper = self._open_keeper()
         self.store.trim()  # only now, because it must know which documents are pinned
 
@@ -457,6 +461,8 @@ class CacheEngine:
         self._stop_reading()
         self.promotion.stop()
         self.keeper.close()
+        if self._speeds is not None:
+            self._speeds.close()
         self.store.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -491,6 +497,13 @@ class CacheEngine:
             need = float(document_bytes(len(document.tokens), self.chunk_size, self.shape, self.layout.parts))
             room = self.settings.document_share * self.settings.max_local_disk_size * GIB
         return need / room if room else float("inf")
+
+    def _open_speeds(self, namespace: Namespace, processor: str) -> SpeedFile | None:
+        """Restore what an earlier process has measured, if this one has a disk tier."""
+        directory = self.settings.local_disk
+        if directory is None or self.server is not None:
+            return None
+        return SpeedFile(directory, setup_of(self.settings, namespace, processor), self.store.cost)
 
     def _open_keeper(self) -> DocumentKeeper:
         def removed(document: KnownDocument) -> None:

@@ -54,6 +54,7 @@ from lmc.connectors.vllm.worker.tensor_parallel import meet_all_ranks, on_all_ra
 from lmc.connectors.vllm.worker.work import Cost, Work
 from lmc.copies import Addresses, sent
 from lmc.engine import Piece
+from lmc.engine.speeds import processor_of
 from lmc.errors import ChunkLost, NoMemory, StorageError, UnsupportedModel
 from lmc.keys import chunk_bounds
 from lmc.storage.memory.slab import LOST, SlabAddress
@@ -152,6 +153,7 @@ class Worker:
             dtypes=",".join(dtypes) if len(set(dtypes)) > 1 else "",
             rope=self._layers.rope if self._layers else "",
             refused=refused,
+            processor=processor_of(self._device),
         )
 
     def _prepare_blending(self, caches: dict[str, torch.Tensor], model: Any | None, draft_model: Any | None) -> str:
