@@ -31,6 +31,7 @@ from lmc.connectors.transformers.model import side_by_side
 from lmc.connectors.transformers.report import How, Report
 from lmc.copies import settle
 from lmc.engine import Match
+from lmc.engine.speeds import FILE as SPEEDS
 from lmc.errors import ConfigError, InputError, NoMemory, UnsupportedModel
 from lmc.storage import cost_model
 from lmc.storage.contract import Reservation
@@ -641,7 +642,8 @@ def corpus_on_disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def over(path: Path, **changes: object) -> tuple[CachedModel, Delayed, Counted]:
-    """A model over the corpus's disk, which can be made slow, and counts."""
+    """A model over the corpus's disk, which can be made slow, and counts. No speed is known from an earlier test."""
+    (path / SPEEDS).unlink(missing_ok=True)
     cached = CachedModel(random_model(), settings(local_disk=path, chunk_size=64, **changes), SEPARATOR)
     tiers = tiers_of(cached.engine.store)
     counted = Counted(tiers[0])
