@@ -12,12 +12,14 @@ with `load_policy: always`: everything stored is reused, whatever it takes. The 
     steady          nothing happens
     host killed     the cache server and both engines of host A are killed, with requests in flight
     host back       host A has started again with its disk
-    disk lost       host B has started with an empty disk and knows no document; requests go to it alone until `upgrade`
+    pool dies       host B has started with an empty disk and knows no document; during the phase, the bucket stops to
+                    answer, and answers again
+    disk lost       host B has started in the same way once more; requests go to it alone until `upgrade`
     pool hangs      host B as before, and the bucket accepts connections and never answers
     pool fails      host B as before, and the bucket refuses every request
     pool back       the bucket answers again
     upgrade         both hosts restart, one after the other, with the lmc in the folder `--other`, with requests in
-                    flight (left out without the option)
+                    flight (left out without the option); `versions` are the commits of both
 
 What is measured in each phase:
 
@@ -43,6 +45,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from statistics import fmean
@@ -143,19 +146,17 @@ class Traffic:
             for name, text in self._collection.documents.items()
         }
 
-    def phase(
-        self, name: str, urls: Sequence[str], at_third: Callable[[], None] | None = None, **options: Any
-    ) -> dict[str, Any]:
+    def phase(self, name: str, urls: Sequence[str], *happens: Callable[[], object], **options: Any) -> dict[str, Any]:
         """Send the requests of a phase to these servers in turn, and return what was measured.
 
-        `at_third` is called when a third is answered.
+        What `happens` is called when a third is answered, and another third.
         """
         asked = [self._next() for _ in range(self._count)]
         with ThreadPoolExecutor(AT_ONCE) as senders:
             waiting = [senders.submit(self._ask, one, url, options) for one, url in zip(asked, cycle(urls))]
-            if at_third is not None:
-                waiting[len(asked) // 3].result()
-                at_third()
+            for third, event in enumerate(happens, 1):
+                waiting[third * len(asked) // 3].result()
+                event()
             done = [one.result() for one in waiting]
         reused, places = defaultdict[str, list[float]](list), Counter[str]()
         for one in done:
@@ -223,6 +224,27 @@ def corrupt(place: dict[str, str]) -> int:
     return sum(len(one["findings"]) for one in json.loads(said.stdout))
 
 
+def commit_of(tree: Path) -> str:
+    """Return the commit of a working tree, with its date."""
+    words = ["git", "-C", str(tree), "log", "-1", "--format=%h of %cs"]
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def upgraded(traffic: Traffic, hosts: Sequence[Host], urls: Sequence[str], other: Path) -> dict[str, Any]:
+    """Return what was measured while the hosts restart with another version, one after the other, and afterwards."""
+
+    def upgrade() -> None:
+        for host in hosts:
+            host.stop()
+            host.start(other)
+
+    return {
+        "upgrade": traffic.phase("upgrade", urls, upgrade),
+        "upgraded": traffic.phase("upgraded", urls),
+        "versions": [commit_of(ROOT), commit_of(other)],
+    }
+
+
 def measure(folder: Path, options: Any) -> dict[str, Any]:
     """Return what was measured in all phases."""
     from s3_servers import BUCKET, ENVIRONMENT, Proxy, s3_server
@@ -247,6 +269,9 @@ def measure(folder: Path, options: Any) -> dict[str, Any]:
         learn(second, folder)
         traffic, through = Traffic(hosts, options.requests), [router.url]
 
+        def set_mode(mode: str) -> None:
+            pool.mode = mode
+
         def renewed() -> None:
             second.stop()
             shutil.rmtree(second.disk)
@@ -258,25 +283,20 @@ def measure(folder: Path, options: Any) -> dict[str, Any]:
         first.start()
         found["host back"] = traffic.phase("host back", through)
         renewed()
+        found["pool dies"] = traffic.phase("pool dies", through, partial(set_mode, "hang"), partial(set_mode, "pass"))
+        renewed()
         found["disk lost"] = traffic.phase("disk lost", second.urls)
         renewed()
-        pool.mode = "hang"
+        set_mode("hang")
         found["pool hangs"] = traffic.phase("pool hangs", second.urls)
-        pool.mode = "fail"
+        set_mode("fail")
         pool.go_on.set()
         renewed()
         found["pool fails"] = traffic.phase("pool fails", second.urls)
-        pool.mode = "pass"
+        set_mode("pass")
         found["pool back"] = traffic.phase("pool back", second.urls)
         if options.other:
-
-            def upgrade() -> None:
-                for host in hosts:
-                    host.stop()
-                    host.start(Path(options.other).resolve())
-
-            found["upgrade"] = traffic.phase("upgrade", through, upgrade)
-            found["upgraded"] = traffic.phase("upgraded", through)
+            found |= upgraded(traffic, hosts, through, Path(options.other).resolve())
         for host in hosts:
             host.stop()
         places = [{"LMC_LOCAL_DISK": str(host.disk)} for host in hosts] + [{"LMC_REMOTE_URL": bucket}]

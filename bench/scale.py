@@ -22,7 +22,8 @@ one:
     evict     a write to a full disk, which evicts a record
 
 Kills: a process writes records to a full disk, is killed after a random time, and the next one looks at what is there.
-The writer tells of each record that is stored. `lost` are records that were stored, and were missing although older
+Every second writer finds an incomplete index, and compares it with the directory while it writes (`reconciling`). The
+writer tells of each record that is stored. `lost` are records that were stored, and were missing although older
 ones were there. `phantoms` are records that were found and could not be read.
 """
 
@@ -203,6 +204,12 @@ def prepared(name: str, engine: CacheEngine, numbers: list[int], new: int) -> Ca
     return lambda: tier.write(meta, [PART]) is Written.STORED
 
 
+def mark_incomplete(root: Path) -> None:
+    """Mark the index of a directory as a killed process leaves it."""
+    with closing(sqlite3.connect(root / FILE)) as database, database:
+        database.execute("UPDATE state SET complete = 0")
+
+
 def write_until_killed(root: Path, records: int, first: int) -> None:
     """Write records from number `first` on to a disk with room for `records`, and print the number of each."""
     print("began", flush=True)
@@ -233,8 +240,12 @@ def look(root: Path, records: int, first: int, stored: int) -> dict[str, int]:
 
 def kills(root: Path, records: int, first: int, after: int, count: int) -> dict[str, Any]:
     """Kill writers, and add up what was wrong afterwards. The directory has the records from `first` to `after`."""
-    dice, found = random.Random(0), {"kills": count, "written": 0, "while_starting": 0, "lost": 0, "phantoms": 0}
-    for _ in range(count):
+    dice = random.Random(0)
+    found = {"kills": count, "reconciling": 0, "written": 0, "while_starting": 0, "lost": 0, "phantoms": 0}
+    for number in range(count):
+        if number % 2:
+            mark_incomplete(root)
+            found["reconciling"] += 1
         command = [sys.executable, __file__, "--writer", json.dumps([str(root), records, after])]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
             assert writer.stdout is not None
@@ -258,8 +269,7 @@ def measure(folder: Path, options: Any) -> dict[str, Any]:
     in_a_process(fill, small, options.small)
     found["start"] = in_a_process(start, large, records)
     print("start", found["start"], flush=True)
-    with closing(sqlite3.connect(large / FILE)) as database, database:
-        database.execute("UPDATE state SET complete = 0")
+    mark_incomplete(large)
     found["start_after_a_kill"] = in_a_process(start, large, records)
     print("start_after_a_kill", found["start_after_a_kill"], flush=True)
     found["index_bytes_a_record"] = round((large / FILE).stat().st_size / records)
