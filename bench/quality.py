@@ -57,7 +57,7 @@ def main() -> int:
         "--inside", action="store_true", help="made facts stand inside of their documents, and not first"
     )
     arguments.add_argument(
-        "--joined", choices=[SEPARATED, *JOINS], default=SEPARATED, help="how the documents of made prompts are joined"
+        "--joined", choices=[SEPARATED, *JOINS], default=SEPARATED, help="how the documents are joined"
     )
     arguments.add_argument("--prompts", type=int, default=24, help="of each task")
     arguments.add_argument("--matrix", action="store_true", help="all ways, and not only the default and the presets")

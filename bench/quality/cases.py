@@ -14,7 +14,8 @@ from lmc.demo.pretrained import checkpoint
 from lmc.demo.questions import Collection, PromptBuilder, Prompts, read_collection
 from quality.tasks import DEVELOPMENT, HELD_OUT, TASKS, Draw
 
-# How the documents of a made prompt are joined, if not by separators. With `parts`, the learned documents are longer.
+# How the documents of a prompt are joined, if not by separators. With `parts`, the learned documents of a made prompt
+# are longer.
 JOINS: Mapping[str, Callable[[Sequence[str]], str]] = {
     name: TEMPLATES[template]
     for name, template in (("newlines", "stuff"), ("numbers", "numbered"), ("xml", "xml"), ("parts", "stuff"))
@@ -72,11 +73,11 @@ def cases(
     """Yield `count` prompts of each task, or as many as it has; a prompt of each task in turn.
 
     With `inside`, what made documents have to say stands inside of them, and not at their beginnings. `joined` says
-    how made documents are joined: by separators, or by a name of `JOINS`.
+    how documents are joined: by separators, or by a name of `JOINS`.
     """
     builder = PromptBuilder(tokenizer, SYSTEM, special)
     sources = [
-        _asked(task, tokenizer, special) if task in ASKED else _made(builder, task, size, words, inside, joined)
+        _asked(task, tokenizer, special, joined) if task in ASKED else _made(builder, task, size, words, inside, joined)
         for task in tasks
     ]
     for _ in range(count):
@@ -96,17 +97,18 @@ def shuffled(collection: Collection) -> list[Any]:
     return random.Random(SEED).sample(collection.questions, len(collection.questions))
 
 
-def _asked(task: str, tokenizer: Any, special: str) -> Iterator[Case]:
+def _asked(task: str, tokenizer: Any, special: str, joined: str) -> Iterator[Case]:
     collection = collection_of(task)
-    prompts = Prompts(collection, tokenizer, special)
+    prompts, builder = Prompts(collection, tokenizer, special), PromptBuilder(tokenizer, collection.system, special)
     for question in shuffled(collection):
         example = prompts.example(question, f"{SEED} {question.question}")
+        texts = [collection.documents[name] for name in example.order]
         yield Case(
             task=task,
-            variant=question.kind,
+            variant=_variant(question.kind, joined),
             name=question.question,
             question=f"{question.question} {question.lead}",
-            prompt=example.prompt,
+            prompt=_joined(builder, texts, joined, question.question, question.lead) or example.prompt,
             learned=example.prompt,
             accepted=example.accepted,
             answer=None,
@@ -115,7 +117,7 @@ def _asked(task: str, tokenizer: Any, special: str) -> Iterator[Case]:
 
 def _made(builder: PromptBuilder, task: str, size: str, words: str, inside: bool, joined: str) -> Iterator[Case]:
     number = 0
-    variant = ", ".join(filter(None, (size, words, "inside" * inside, joined if joined != SEPARATED else "")))
+    variant = _variant(size, words, "inside" * inside, joined)
     while True:
         item = TASKS[task](Draw(WORDS[words], f"{task} {number}", DOCUMENTS, FILLERS[size], inside=inside))
         pages = item.documents
@@ -124,21 +126,29 @@ def _made(builder: PromptBuilder, task: str, size: str, words: str, inside: bool
             around = zip(other, item.documents, [*other[1:], other[0]], strict=True)
             pages = ["\n\n".join(page) for page in around]
         learned = builder.prompt([builder.encode(page) for page in pages], item.question, item.lead)
-        prompt = learned
-        if joined != SEPARATED:
-            before, after = builder.around(item.question, item.lead)
-            prompt = builder.encode(f"{before}\n\n{JOINS[joined](item.documents)}\n\n{after}")
         yield Case(
             task=task,
             variant=variant,
             name=str(number),
             question=f"{item.question} {item.lead}",
-            prompt=prompt,
+            prompt=_joined(builder, item.documents, joined, item.question, item.lead) or learned,
             learned=learned,
             accepted=(item.answer,),
             answer=builder.encode(" " + item.answer),
         )
         number += 1
+
+
+def _variant(*parts: str) -> str:
+    return ", ".join(part for part in parts if part and part != SEPARATED)
+
+
+def _joined(builder: PromptBuilder, documents: Sequence[str], joined: str, question: str, lead: str) -> list[int]:
+    """Return the prompt of a question over documents without separators; empty if `joined` means separators."""
+    if joined == SEPARATED:
+        return []
+    before, after = builder.around(question, lead)
+    return builder.encode(f"{before}\n\n{JOINS[joined](documents)}\n\n{after}")
 
 
 ASKED = {REAL_TASK: REAL, SMALL_TASK: SHIPPED}

@@ -68,10 +68,14 @@ class Rows:
         self._join(row)
 
     def groups(self) -> dict[str, list[Row]]:
-        """Return the rows of each task and variant; those of real questions together."""
+        """Return the rows of each task and variant; those of real questions of all kinds together."""
         found = defaultdict(list)
         for row in self._rows.values():
-            found[row["task"] if row["task"] == REAL_TASK else f"{row['task']} ({row['variant']})"].append(row)
+            _, _, joined = row["variant"].partition(", ")
+            variant = (
+                joined if row["task"] == REAL_TASK else row["variant"]
+            )  # Real questions of all kinds are together.
+            found[f"{row['task']} ({variant})" if variant else row["task"]].append(row)
         return dict(found)
 
     def in_all_ways(self) -> dict[str, list[Row]]:
