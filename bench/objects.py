@@ -2,11 +2,12 @@
 
     python bench/objects.py [--records 64] [--mib 4] [--url s3://bucket/prefix?endpoint=http://host:9000] [--keep]
 
-Without `--url`, a directory, an S3 server of `moto` and a Mooncake Store (over TCP) on this machine are measured. The
-S3 server is written in Python, and slower than any network: its numbers say what the tier adds to a slow store. A tier
-verifies checksums and reads into the slab by the store's threads; the client alone gets the same objects with as many
-threads, Mooncake's into registered memory. Ratios are the client's seconds over the tier's: 1 is equally fast. They are
-medians of `--rounds` rounds, in each of which both take turns.
+Without `--url`, a directory, S3 servers of `moto` and of `rclone` (if it is installed), and a Mooncake Store (over TCP)
+on this machine are measured. moto is written in Python, and slower than any network: its numbers say what the tier adds
+to a slow store. rclone reads faster: its numbers say what the tier costs. A tier verifies checksums and reads into the
+slab by the store's threads; the client alone gets the same objects with as many threads, Mooncake's into registered
+memory. Ratios are the client's seconds over the tier's: 1 is equally fast. They are medians of `--rounds` rounds, in
+each of which both take turns.
 """
 
 import random
@@ -193,14 +194,15 @@ def urls(given: str | None, size: int) -> Iterator[dict[str, ObjectURL | Mooncak
             found = {"url": given}
         else:
             from mooncake_servers import mooncake_store
-            from s3_servers import BUCKET, s3_server
+            from s3_servers import BUCKET, find_rclone, rclone_server, s3_server
 
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lmc-objects-"))
-            port = stack.enter_context(s3_server())
+            servers = {"moto": s3_server, **({"rclone": rclone_server} if find_rclone() else {})}
+            ports = {name: stack.enter_context(server()) for name, server in servers.items()}
             mooncake = stack.enter_context(mooncake_store(4 * size))
             found = {
                 "directory": f"file://{folder}/shared",
-                "moto": f"s3://test:test@{BUCKET}/bench?endpoint=http://127.0.0.1:{port}",
+                **{name: f"s3://test:test@{BUCKET}/bench?endpoint=http://127.0.0.1:{at}" for name, at in ports.items()},
                 "mooncake": mooncake.url(),
             }
         parsed = {name: parse_remote_url(url) for name, url in found.items()}

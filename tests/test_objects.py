@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import sys
 import threading
 import time
@@ -12,10 +13,24 @@ from types import SimpleNamespace
 
 import pytest
 from cachetools import TTLCache
+from forked import Forked
 from obstore import exceptions
 from obstore.store import LocalStore, MemoryStore, S3Store
 from s3_servers import BUCKET, ENVIRONMENT, Proxy, find_rclone, rclone_server, s3_server
-from storage_fakes import PART_BYTES, PARTS, Clock, eventually, get, key_of, memory, meta_of, own_seconds, put, stored
+from storage_fakes import (
+    PART_BYTES,
+    PARTS,
+    Clock,
+    eventually,
+    get,
+    key_of,
+    memory,
+    meta_of,
+    own_seconds,
+    put,
+    raw_record,
+    stored,
+)
 from tier_contract import K0, K1, K2, ListedContract, read, write
 
 from lmc.commands.inspect import places
@@ -239,6 +254,62 @@ def test_a_record_is_read_with_one_request(proxy):
         proxy.requests.clear()
         assert read(tier, K0) == bytes(stored(meta_of(K0)))
         assert [request.split()[0] for request in proxy.requests] == ["GET"]
+
+
+# -- records that are uploaded in several requests ------------------------------------------------------------------
+
+LARGE = meta_of(K0, PARTS, 4 << 20)  # The library uploads 5 MiB at a time.
+
+
+def large(monkeypatch):
+    monkeypatch.setattr(objects_tier, "WHOLE_BYTES", 1 << 20)
+
+
+def test_a_large_record_is_uploaded_in_several_requests(proxy, monkeypatch):
+    large(monkeypatch)
+    with closing(Objects(bucket(proxy.port, "large"), "S3", deadline=30, lookup_seconds=30)) as tier:
+        assert tier.write(LARGE, [stored(LARGE)]) is Written.STORED
+        assert len([request for request in proxy.requests if "partNumber=" in request]) == 3
+        assert (tier.contains([K0]), read(tier, K0)) == ([True], bytes(stored(LARGE)))
+        assert [entry.bytes for entry in tier.entries()] == [len(raw_record(LARGE))]
+        assert tier.check() == []
+
+
+def test_a_large_record_of_which_a_request_fails_is_missing_until_it_is_written_again(proxy, monkeypatch):
+    large(monkeypatch)
+    with closing(Objects(bucket(proxy.port, "partial"), "S3", deadline=30, lookup_seconds=30)) as tier:
+        proxy.mode, proxy.only = "fail", "partNumber=3"
+        with pytest.raises(OSError, match="S3"):
+            tier.write(LARGE, [stored(LARGE)])
+        assert_missing(tier)
+        proxy.mode = "pass"
+        assert tier.write(LARGE, [stored(LARGE)]) is Written.STORED
+        assert read(tier, K0) == bytes(stored(LARGE))
+
+
+@pytest.mark.parametrize("when", ["partNumber=2", "uploadId="], ids=["amid the bytes", "before the end"])
+def test_a_killed_upload_leaves_nothing_that_is_found(proxy, s3, when):
+    """`uploadId=` begins the query of the last request, and is after the number of a part in the others."""
+    proxy.mode, proxy.only = "hang", f"?{when}"
+    writer = Forked(write_large, proxy.port)
+    eventually(lambda: any(proxy.only in request for request in proxy.requests))
+    writer.kill()
+    assert writer.wait() == -signal.SIGKILL
+    with closing(Objects(bucket(s3, "killed"), "S3", deadline=30, lookup_seconds=30)) as tier:
+        assert_missing(tier)
+        assert tier.write(LARGE, [stored(LARGE)]) is Written.STORED
+        assert read(tier, K0) == bytes(stored(LARGE))
+        assert tier.delete(K0)
+
+
+def write_large(port):
+    objects_tier.WHOLE_BYTES = 1 << 20
+    Objects(bucket(port, "killed"), "S3", deadline=60, lookup_seconds=30).write(LARGE, [stored(LARGE)])
+
+
+def assert_missing(tier):
+    assert (tier.contains([K0]), tier.open(K0), raw_read(tier, K0)) == ([False], None, None)
+    assert (list(tier.entries()), tier.check()) == ([], [])
 
 
 # -- servers that fail -----------------------------------------------------------------------------------------------
