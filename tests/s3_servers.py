@@ -8,11 +8,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from obstore.store import S3Store
 from ports import free_port
 
 BUCKET = "chunks"
@@ -76,14 +79,29 @@ def first_status(port: int, method: str, path: str, seconds: float = 60.0) -> in
             connection.close()
 
 
+@dataclass
+class Answer:
+    """An answer of a server. Its headers have the length that it says, also if the body has another one."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+# Returns what is sent instead of an answer to a request (its method and path): another answer, raw bytes and then the
+# connection's end, or None for nothing at all.
+Lie = Callable[[str, Answer], "Answer | bytes | None"]
+
+
 class Proxy:
     """Passes requests on, unless `mode` is `hang`, `refuse` (403), `fail` (500), `cut` (half a body) or `stall`.
 
-    With `only`, the mode holds for requests with this text in their paths.
+    With `only`, the mode holds for requests with this text in their paths. `lie` replaces answers.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, lie: Lie | None = None) -> None:
         self.mode, self.only, self.behind, self.go_on = "pass", "", port, threading.Event()
+        self.lie = lie
         self.requests: list[str] = []  # methods and paths
         proxy = self
 
@@ -105,38 +123,65 @@ class Proxy:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
         self.port = self.server.server_port
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def serve(self, handler: BaseHTTPRequestHandler) -> None:
         """Answer one request."""
         body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
-        self.requests.append(f"{handler.command} {handler.path}")
+        line = f"{handler.command} {handler.path}"
+        self.requests.append(line)
         mode = self.mode if self.only in handler.path else "pass"
         if mode == "hang":
             self.go_on.wait(60)
         status = {"refuse": 403, "fail": 500}.get(mode)
-        answer, headers = b"", {}
-        if status is None:
-            with closing(http.client.HTTPConnection("127.0.0.1", self.behind, timeout=30)) as connection:
-                connection.request(handler.command, handler.path, body, dict(handler.headers))
-                response = connection.getresponse()
-                status, answer, headers = response.status, response.read(), dict(response.getheaders())
-        handler.send_response(status)
-        length = headers.get("Content-Length", str(len(answer)))
-        for name, value in headers.items():
-            if name.lower() not in ("content-length", "transfer-encoding", "connection", "date", "server"):
-                handler.send_header(name, value)
-        handler.send_header("Content-Length", length)
+        honest = self._passed_on(handler, body) if status is None else Answer(status, {"Content-Length": "0"}, b"")
+        answer = self.lie(line, honest) if self.lie else honest
+        if isinstance(answer, Answer):
+            self._send(handler, answer, mode)
+            return
+        if answer is None:
+            self.go_on.wait(60)
+        else:
+            handler.wfile.write(answer)
+        handler.close_connection = True
+
+    def _passed_on(self, handler: BaseHTTPRequestHandler, body: bytes) -> Answer:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.behind, timeout=30)) as connection:
+            connection.request(handler.command, handler.path, body, dict(handler.headers))
+            response = connection.getresponse()
+            answer = response.read()
+        left_out = ("transfer-encoding", "connection", "date", "server")
+        headers = {name: value for name, value in response.getheaders() if name.lower() not in left_out}
+        return Answer(response.status, {"Content-Length": str(len(answer)), **headers}, answer)
+
+    def _send(self, handler: BaseHTTPRequestHandler, answer: Answer, mode: str) -> None:
+        handler.send_response(answer.status)
+        for name, value in answer.headers.items():
+            handler.send_header(name, value)
         handler.end_headers()
         if mode == "stall" and handler.command == "GET" and "?" not in handler.path:
             self.go_on.wait(60)  # The body of an object does not come, and listings do.
         if handler.command != "HEAD":
             cut = mode == "cut" and handler.command == "GET"
-            handler.wfile.write(answer[: len(answer) // 2] if cut else answer)
-            handler.close_connection = cut
+            body = answer.body[: len(answer.body) // 2] if cut else answer.body
+            handler.wfile.write(body)
+            # A client would wait for the rest of a body.
+            handler.close_connection = str(len(body)) != answer.headers.get("Content-Length")
 
     def close(self) -> None:
         """Stop, also requests that hang."""
         self.go_on.set()
         self.server.shutdown()
         self.server.server_close()
+
+
+def bucket(port: int, folder: str, name: str = BUCKET) -> S3Store:
+    """A folder of a bucket of the server on a port, as lmc opens it."""
+    config = {name.lower(): value for name, value in ENVIRONMENT.items()}
+    return S3Store(
+        name,
+        config={**config, "endpoint": f"http://127.0.0.1:{port}"},
+        client_options={"allow_http": True},
+        retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=1)},
+        prefix=folder,
+    )

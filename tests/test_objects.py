@@ -8,15 +8,14 @@ import threading
 import time
 from collections import Counter
 from contextlib import closing, suppress
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 from cachetools import TTLCache
 from forked import Forked
 from obstore import exceptions
-from obstore.store import LocalStore, MemoryStore, S3Store
-from s3_servers import BUCKET, ENVIRONMENT, Proxy, find_rclone, rclone_server, s3_server
+from obstore.store import LocalStore, MemoryStore
+from s3_servers import BUCKET, Proxy, bucket, find_rclone, rclone_server, s3_server
 from storage_fakes import (
     PART_BYTES,
     PARTS,
@@ -126,17 +125,6 @@ def proxy(s3):
 def ours() -> list[str]:
     """The threads of object tiers that run."""
     return [thread.name for thread in threading.enumerate() if thread.name in ("lmc-objects", "lmc-breaker")]
-
-
-def bucket(port: int, folder: str, name: str = BUCKET) -> S3Store:
-    config = {name.lower(): value for name, value in ENVIRONMENT.items()}
-    return S3Store(
-        name,
-        config={**config, "endpoint": f"http://127.0.0.1:{port}"},
-        client_options={"allow_http": True},
-        retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=1)},
-        prefix=folder,
-    )
 
 
 class TestInS3(ObjectContract):

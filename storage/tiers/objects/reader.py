@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
+from obstore import exceptions
+
 from lmc.errors import CorruptRecord
 from lmc.keys import ChunkKey
 from lmc.shapes import ALIGN
@@ -115,7 +117,7 @@ class ObjectReader(PoolReader):
         super().__init__(discard, reported)
         self._store, self._path, self._stream, self._calls = store, path, stream, calls
         self._streams = streams
-        self._requested: dict[tuple[int, int], Future[Any]] = {}  # answers with the bytes of parts
+        self._requested: dict[tuple[int, int], Future[memoryview]] = {}  # answers with the bytes of parts
         header = bytearray(min(ALIGN, stream.size))
         self._fill([memoryview(header)])
         self._start = header_size(bytes(header[:8]), stream.size)
@@ -136,7 +138,7 @@ class ObjectReader(PoolReader):
         else:  # Parts of a stream are usually read in order. Any other range is a request of its own.
             answer = self._requested.pop((first, count), None) or self._range(first, count)
             with self._reported():
-                blob = memoryview(self._calls.answer(answer))
+                blob = self._calls.answer(answer)
             if len(blob) != sum(map(len, parts)):
                 raise CorruptRecord("object is shorter than its header says")
             for part in parts:
@@ -150,10 +152,10 @@ class ObjectReader(PoolReader):
             answer.cancel()
         self._requested.clear()
 
-    def _range(self, first: int, count: int) -> "Future[Any]":
+    def _range(self, first: int, count: int) -> "Future[memoryview]":
         """Begin a request for the bytes of parts."""
         start, stop = (self._start + self.meta.offset(part) for part in (first, first + count))
-        return self._calls.begin(self._store.get_range_async(self._path, start=start, end=stop))
+        return self._calls.begin(_bytes_of(self._store, self._path, start, stop))
 
     def _fill(self, views: Sequence[memoryview]) -> None:
         """Fill views with the next bytes of the stream."""
@@ -162,3 +164,22 @@ class ObjectReader(PoolReader):
                 filled = self._stream.read_into(view, self._calls.deadline)
             if filled < len(view):
                 raise CorruptRecord("object is shorter than its header says")
+
+
+async def _bytes_of(store: Any, path: str, start: int, stop: int) -> memoryview:
+    """Return a range of an object's bytes.
+
+    Some servers, such as rclone's, answer a request for a range without status 206, and the library refuses that
+    answer. Then the object is read from its beginning.
+    """
+    try:
+        return memoryview(await store.get_range_async(path, start=start, end=stop))
+    except exceptions.GenericError as error:
+        if "non-partial response" not in str(error):
+            raise
+    result, received = await store.get_async(path), bytearray()
+    async for piece in result.stream(min_chunk_size=PIECE_BYTES):
+        received += piece
+        if len(received) >= stop:
+            break
+    return memoryview(received)[start:stop]

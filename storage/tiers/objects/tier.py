@@ -192,9 +192,16 @@ class ObjectTier(PoolTier):
         return there
 
     def entries(self) -> Iterator[Entry]:
-        """Return the records, first written first: an object store does not know when an object was last read."""
+        """Return the records, first written first: an object store does not know when an object was last read.
+
+        Raises `OSError` for a server whose listing begins anew instead of ending.
+        """
         found, stream = list[Entry](), self._store.list(f"{self._folder}/", chunk_size=LISTED).__aiter__()
+        beginnings = set[str]()  # the first object of each page
         while page := self._answer(self._calls.begin(_next_page(stream)), LIST_SECONDS):
+            if page[0]["path"] in beginnings:
+                raise OSError(f"{self._title} lists the same objects again")
+            beginnings.add(page[0]["path"])
             for one in page:
                 if match := self._ours.fullmatch(one["path"]):
                     key = ChunkKey(bytes.fromhex(match[1]))
