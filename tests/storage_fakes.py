@@ -2,6 +2,7 @@
 
 import hashlib
 import mmap
+import subprocess
 import threading
 import time
 from collections import OrderedDict, defaultdict
@@ -158,6 +159,19 @@ def own_seconds(*, less_pauses: bool = True) -> float:
         for thread, waited in waits_of("self").items():
             _waited[thread] = max(waited, _waited.get(thread, 0))  # What ended threads have waited still counts.
         return time.monotonic() - sum(_waited.values()) / 1e9 - paused
+
+
+def mounted(place: Path, *arguments: str) -> bool:
+    """Mount a filesystem with these arguments of `mount`. False if this process may not."""
+    return subprocess.run(["mount", *arguments, place], capture_output=True, check=False).returncode == 0
+
+
+def unmounted(place: Path) -> None:
+    """Take a filesystem away, also from processes that have files of it open."""
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+SMALL_FILESYSTEM = ("-t", "tmpfs", "-o", "size=1m", "tmpfs")  # arguments of `mount`
 
 
 def put(store: Store, key: ChunkKey, version: int = 0) -> bool:

@@ -24,13 +24,16 @@ from storage_fakes import (
     PART_BYTES,
     PARTS,
     RECORD_BYTES,
+    SMALL_FILESYSTEM,
     content,
     eventually,
     key_of,
     memory,
     meta_of,
+    mounted,
     raw_record,
     stored,
+    unmounted,
 )
 from tier_contract import LocalContract, read, write
 
@@ -871,12 +874,11 @@ def small_mount(tmp_path):
     """A real filesystem of 1 MiB, where this process may mount one."""
     place = tmp_path / "small"
     place.mkdir()
-    run = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True, check=False)
-    if run.returncode:
+    if not mounted(place, *SMALL_FILESYSTEM):
         yield None
         return
     yield place
-    subprocess.run(["umount", "-l", place], check=True)
+    unmounted(place)
 
 
 def test_a_really_full_filesystem_evicts_and_goes_on(small_mount, tmp_path, monkeypatch):

@@ -19,16 +19,19 @@ from s3_servers import BUCKET, Proxy, bucket, find_rclone, rclone_server, s3_ser
 from storage_fakes import (
     PART_BYTES,
     PARTS,
+    SMALL_FILESYSTEM,
     Clock,
     eventually,
     get,
     key_of,
     memory,
     meta_of,
+    mounted,
     own_seconds,
     put,
     raw_record,
     stored,
+    unmounted,
 )
 from tier_contract import K0, K1, K2, ListedContract, read, write
 
@@ -444,6 +447,73 @@ def test_what_killed_writers_have_left_in_a_directory_is_found_and_removed(tmp_p
         assert (finding.where, finding.problem, finding.fixed) == (str(left), "record that was never finished", False)
         assert [finding.fixed for finding in tier.check(fix=True)] == [True]
         assert {one.name for one in path.parent.iterdir()} == {path.name, written_now.name}
+
+
+@pytest.fixture
+def exported(tmp_path):
+    """A real filesystem of 1 MiB."""
+    place = tmp_path / "exported"
+    place.mkdir()
+    if not mounted(place, *SMALL_FILESYSTEM):
+        pytest.skip("this process may not mount a filesystem")
+    yield place
+    unmounted(place)
+
+
+@pytest.fixture
+def mount_point(tmp_path, exported):
+    """A directory in which `exported` is mounted."""
+    place = tmp_path / "mounted"
+    place.mkdir()
+    assert mounted(place, "--bind", str(exported))
+    yield place
+    if os.path.ismount(place):
+        unmounted(place)
+
+
+def opened_directory(place):
+    return Objects(LocalStore(place, mkdir=True), "shared directory", deadline=30, lookup_seconds=30)
+
+
+def test_a_full_shared_directory_is_read_and_written_again_when_there_is_room(exported, monkeypatch):
+    monkeypatch.setattr(objects_tier, "PAUSE_SECONDS", 0.0)
+    outcomes = []
+    with closing(opened_directory(exported)) as tier:
+        keys = [key_of(number) for number in range(100)]
+        for key in keys:
+            try:
+                outcomes.append(tier.write(meta_of(key), [stored(meta_of(key))]))
+            except OSError:
+                outcomes.append(None)
+        count = outcomes.count(Written.STORED)
+        assert outcomes == [Written.STORED] * count + ([None, None, Written.REFUSED] * len(keys))[: len(keys) - count]
+        assert tier.usable
+        assert tier.contains(keys) == [outcome is Written.STORED for outcome in outcomes]
+        assert all(read(tier, key) == bytes(stored(meta_of(key))) for key in keys[:count])
+        assert len([path for path in exported.rglob("*") if path.is_file()]) == count, "no half a record is left"
+        assert tier.delete(keys[0])
+        assert tier.write(meta_of(keys[-1]), [stored(meta_of(keys[-1]))]) is Written.STORED
+        assert read(tier, keys[-1]) == bytes(stored(meta_of(keys[-1])))
+
+
+def test_nothing_is_written_to_the_mount_point_of_a_shared_directory_that_is_unmounted(
+    mount_point, exported, monkeypatch, caplog
+):
+    """Records filled the disk of the host, and were hidden when the directory was mounted again."""
+    monkeypatch.setattr(objects_tier, "PAUSE_SECONDS", 0.0)
+    with closing(opened_directory(mount_point / "kv")) as tier:
+        write(tier, K0)
+        unmounted(mount_point)
+        assert tier.open(K0) is None
+        assert tier.contains([K0, K1]) == [False, False]
+        assert tier.write(meta_of(K1), [stored(meta_of(K1))]) is Written.REFUSED
+        assert f"a write was refused (shared directory: {mount_point} is not mounted)" in caplog.text
+        assert list(mount_point.iterdir()) == []
+        assert tier.usable
+        assert mounted(mount_point, "--bind", str(exported))
+        assert read(tier, K0) == bytes(stored(meta_of(K0)))
+        write(tier, K1)
+        assert len(list(exported.rglob("*.safetensors"))) == 2
 
 
 def test_a_body_that_stalls_costs_one_record_its_deadline(proxy):

@@ -6,7 +6,7 @@ The library (`obstore`) is asynchronous. One thread runs the event loop, and cal
 import asyncio
 import re
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -80,6 +80,20 @@ class Calls:
         if tasks:
             await asyncio.wait(tasks, timeout=STOP_SECONDS)
         self._loop.call_soon(self._loop.stop)
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Run work that may block forever, such as a system call for a file on NFS. It does not delay a process's end."""
+    answer = Future[T]()
+
+    def run() -> None:
+        try:
+            answer.set_result(work())
+        except OSError as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="lmc-objects-file", daemon=True).start()
+    return await asyncio.wrap_future(answer)
 
 
 def _first_line(error: Exception) -> str:

@@ -14,6 +14,7 @@ Requests are those of `obstore` (https://developmentseed.org/obstore), which wra
 
 import asyncio
 import contextlib
+import os
 import re
 import threading
 import time
@@ -32,7 +33,7 @@ from lmc.keys import FORMAT, ChunkKey
 from lmc.shapes import ALIGN
 from lmc.storage.locks import Rank, new_lock
 from lmc.storage.tiers.breaker import FAILURES, WritePause
-from lmc.storage.tiers.objects.calls import MISSING, Calls
+from lmc.storage.tiers.objects.calls import MISSING, Calls, in_thread
 from lmc.storage.tiers.objects.reader import ObjectReader, ObjectStream
 from lmc.storage.tiers.pool import CLOSING_SECONDS, PROMPTLY, SLOWEST_RATE, PoolTier
 from lmc.storage.tiers.record import SUFFIX, RecordMeta, checksums, encode_header, file_of, removed_if_corrupt
@@ -86,6 +87,7 @@ class ObjectTier(PoolTier):
         self._ours = re.compile(re.escape(self._folder) + r"/[0-9a-f]{2}/([0-9a-f]{64})" + re.escape(SUFFIX))
         # From a directory, ranges are faster: the library streams a file in pieces of 8 KiB (0.3 instead of 2.4 GB/s).
         self._streams = not isinstance(store, LocalStore)
+        self._mount = _mount_of(Path(str(store.prefix))) if isinstance(store, LocalStore) else None
         self._calls = Calls(title, deadline)
         self._mutex = new_lock(Rank.LEAF)
         self._present: TTLCache[ChunkKey, bool] = TTLCache(KNOWN_KEYS, PRESENT_SECONDS, time.monotonic)
@@ -164,9 +166,8 @@ class ObjectTier(PoolTier):
             return Written.PRESENT
         # The bytes are copied, because the slot is reused after this returns, and the library may still send them then.
         blob = b"".join([encode_header(replace(meta, checksums=checksums(meta, parts))), *parts])
-        call = self._store.put_async(self._path(meta.key), blob, use_multipart=len(blob) > WHOLE_BYTES)
         try:
-            self._changed(self._calls.begin(call), self._calls.deadline + len(blob) / SLOWEST_RATE)
+            self._changed(self._calls.begin(self._put(meta.key, blob)), self._calls.deadline + len(blob) / SLOWEST_RATE)
         except TimeoutError:
             raise
         except OSError as error:
@@ -283,6 +284,16 @@ class ObjectTier(PoolTier):
             (self._absent if present else self._present).pop(key, None)
             (self._present if present else self._absent)[key] = True
 
+    async def _put(self, key: ChunkKey, blob: bytes) -> None:
+        """Upload a record. Raises `TierUnusable` while a directory's file system is not mounted.
+
+        Otherwise the record would be written to the file system that has the mount point.
+        """
+        mount = self._mount
+        if mount is not None and not await in_thread(lambda: os.path.ismount(mount)):
+            raise TierUnusable(f"{self._title}: {mount} is not mounted")
+        await self._store.put_async(self._path(key), blob, use_multipart=len(blob) > WHOLE_BYTES)
+
     async def _look_up(self, keys: Sequence[ChunkKey]) -> None:
         """Learn which records are present. A store that answers some requests in time responds."""
         turn, seconds, answers = asyncio.Semaphore(AT_ONCE), self._calls.deadline * PROMPTLY, list[bool]()
@@ -315,6 +326,11 @@ class ObjectTier(PoolTier):
         except MISSING:
             return False
         return True
+
+
+def _mount_of(folder: Path) -> Path | None:
+    """Return the mount point of a folder's file system. None if it is the root, which is always mounted."""
+    return next((path for path in (folder, *folder.parents[:-1]) if os.path.ismount(path)), None)
 
 
 def _unfinished(folder: Path) -> Iterator[Path]:
