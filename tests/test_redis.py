@@ -67,6 +67,20 @@ class TestRedisTierOverUnixSocket(TestRedisTier):
         return redis.unix_url(db=0)
 
 
+class TestRedisTierInValkey(TestRedisTier):
+    @pytest.fixture
+    def redis(self, valkey):
+        return valkey
+
+    @pytest.fixture
+    def url(self, redis) -> str:
+        return redis.tcp_url().replace("redis://", "valkey://")
+
+    def test_the_server_is_a_valkey(self, redis):
+        """The tests above would pass with a Redis, too."""
+        assert redis.client().info("server")["server_name"] == "valkey"
+
+
 @pytest.fixture(scope="module")
 def tls_server(tmp_path_factory):
     with RedisServer(tmp_path_factory.mktemp("tls"), tls=True, password="s3cret") as server:

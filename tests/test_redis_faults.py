@@ -200,15 +200,21 @@ def three_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisClust
 # -- under load ------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["redis", "valkey"])
+def server(request):
+    """A Redis, and a Valkey."""
+    return request.getfixturevalue(request.param)
+
+
 @pytest.mark.parametrize(("away", "again"), [("kill", "restart"), ("pause", "resume")])
-def test_a_server_that_goes_away_under_load_costs_misses_and_is_used_again_when_it_is_back(redis, away, again):
-    with traffic(redis.tcp_url()) as (busy, store, tier):
-        getattr(redis, away)()
+def test_a_server_that_goes_away_under_load_costs_misses_and_is_used_again_when_it_is_back(server, away, again):
+    with traffic(server.tcp_url()) as (busy, store, tier):
+        getattr(server, away)()
         wait_until(lambda: not tier.usable, "an open breaker")
         for _ in range(5):
             time.sleep(0.05)  # memory alone serves meanwhile
             assert not tier.usable
-        getattr(redis, again)()
+        getattr(server, again)()
         back(tier)
         busy.flows()
     assert store.stats().failed["redis"] >= 1
@@ -237,18 +243,18 @@ def test_connections_that_are_killed_under_load_are_made_again(redis):
         busy.flows()
 
 
-def test_a_full_server_is_read_from_and_written_to_again_when_there_is_room(redis, monkeypatch, caplog):
+def test_a_full_server_is_read_from_and_written_to_again_when_there_is_room(server, monkeypatch, caplog):
     monkeypatch.setattr("lmc.storage.tiers.redis.tier.PAUSE_SECONDS", 0.3)
-    with traffic(redis.tcp_url()) as (busy, store, tier):
-        used = int(redis.client().info("memory")["used_memory"])
-        redis.ask("CONFIG", "SET", "maxmemory", used)
+    with traffic(server.tcp_url()) as (busy, store, tier):
+        used = int(server.client().info("memory")["used_memory"])
+        server.ask("CONFIG", "SET", "maxmemory", used)
         try:
             wait_until(lambda: "storing there pauses" in caplog.text, "a refusal")
             seen = busy.right
             wait_until(lambda: busy.right > seen + 20, "reads from a full server")
             assert tier.usable, "a full server is no reason not to read from it"
         finally:
-            redis.ask("CONFIG", "SET", "maxmemory", 0)
+            server.ask("CONFIG", "SET", "maxmemory", 0)
         busy.flows()
     assert caplog.text.count("storing there pauses") == 1
     assert store.stats().corrupt.get("redis", 0) == 0
