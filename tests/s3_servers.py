@@ -27,7 +27,7 @@ def s3_server(python: str = sys.executable) -> Iterator[int]:
     """The port of an S3 server of moto with one bucket. `python` is one that has moto."""
     port = free_port()
     command = [python, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with _running(command):
+    with running(command):
         assert first_status(port, "PUT", f"/{BUCKET}") == 200
         yield port
 
@@ -50,13 +50,13 @@ def rclone_server() -> Iterator[int]:
         login = ",".join([ENVIRONMENT["AWS_ACCESS_KEY_ID"], ENVIRONMENT["AWS_SECRET_ACCESS_KEY"]])
         command = [rclone, "serve", "s3", f"--addr=127.0.0.1:{port}", f"--auth-key={login}", "--etag-hash="]
         command += ["--no-checksum", "--buffer-size=0", f"--config={os.devnull}", folder]
-        with _running(command):
+        with running(command):
             first_status(port, "GET", "/")  # an error, because the request is not signed
             yield port
 
 
 @contextmanager
-def _running(command: list[str]) -> Iterator[None]:
+def running(command: list[str]) -> Iterator[None]:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             yield
