@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from lmc.errors import InputError
-from lmc.storage.places import PLACES
+from lmc.storage.places import PLACES, place_of
 from lmc.storage.stats import StoreStats, Verb
 
 Labels = tuple[str, ...]  # values, in the order of `Name.labels`
@@ -99,9 +99,11 @@ NAMES = {name.name: name for name in (*OF_STORES, *OF_REQUESTS, *HISTOGRAMS)}
 def values(stats: StoreStats) -> dict[str, dict[Labels, float]]:
     """Return the counts of a store, by the names of `OF_STORES` and their labels.
 
-    A count without any event is zero. Without this zero, a rate would miss the first corrupt record.
+    A count without any event is zero. Without this zero, a rate would miss the first corrupt record. What is present in
+    a tier that hosts share is not counted.
     """
     tiers, places = stats.usable, [*stats.evictions, *stats.usable]
+    counted = [place for place in places if place_of(place).medium]
     return {
         "hits": _each(places, stats.hits),
         "misses": {(): stats.misses},
@@ -121,8 +123,8 @@ def values(stats: StoreStats) -> dict[str, dict[Labels, float]]:
         "evictions": _each((), stats.evictions),
         "document_evictions": _each((), stats.document_evictions),
         "write_queue_depth": {(): stats.queued},
-        "chunks": _each(places, {place: chunks for place, (chunks, _) in stats.present.items()}),
-        "chunk_tokens": _each(places, {place: tokens for place, (_, tokens) in stats.present.items()}),
+        "chunks": _each(counted, {place: chunks for place, (chunks, _) in stats.present.items()}),
+        "chunk_tokens": _each(counted, {place: tokens for place, (_, tokens) in stats.present.items()}),
         "tier_usable": _each((), stats.usable),
     }
 

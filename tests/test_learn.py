@@ -135,7 +135,7 @@ def test_a_source_that_is_wrong_is_refused_with_its_place(tmp_path: Path, lines:
         ([SHIPPED / "documents"], "--url of a vLLM server with lmc, or --model"),
         ([SHIPPED / "documents", "--url", "a", "--model", "b"], "--url of a vLLM server with lmc, or --model"),
         ([SHIPPED / "documents", "--model", MODEL], "--local-disk DIRECTORY"),
-        ([SHIPPED / "documents", "--url", "localhost:8000"], "Use the address of a vLLM server"),
+        ([SHIPPED / "documents", "--url", "localhost:1"], "Use the address of a vLLM server"),
         (
             [SHIPPED / "documents", "--url", "http://localhost:1"],
             "no server answers at http://localhost:1 (Connection refused): is it running?",
@@ -370,6 +370,15 @@ def test_documents_are_pinned_and_limited_in_time_also_if_they_were_learned_befo
     found = json.loads(lmc(*words, "--pin", "--json")[1])
     assert (found["before"], found["learned"], found["held"]["disk"] > 0) == (0, 3, True)
     assert sorted(wanted(tmp_path)) == [(f"notes/{i}", True, False) for i in range(3)]
+
+
+def test_documents_that_were_stored_already_are_told(tmp_path: Path) -> None:
+    """A second host that shares a tier computes nothing, and its operator should see that."""
+    (tmp_path / "d.jsonl").write_text(json.dumps({"text": "notes from the inn : owner of lamp Tara . " * 5}))
+    words = "learn", tmp_path / "d.jsonl", "--model", MODEL, "--local-disk", tmp_path / "disk"
+    assert "already stored" not in lmc(*words)[1]
+    assert "; 1 document was already stored" in lmc(*words, "--again")[1]
+    assert json.loads(lmc(*words, "--again", "--json")[1])["found"] == 1
     assert "invalid time 'soon'" in lmc(*words, "--ttl", "soon")[2]
 
 

@@ -39,6 +39,7 @@ from lmc.metrics import (
     parted,
     register,
     serve_metrics,
+    values,
 )
 from lmc.router.router_metrics import REFUSED, ROUTER_METRICS
 from lmc.shapes import GIB
@@ -208,6 +209,13 @@ def test_the_engine_of_a_model_is_registered_and_served_as_the_page_says(tmp_pat
     assert {name for name, _ in found} == {name.name for name in OF_STORES}
     assert found["chunks", ("host",)] > 0
     assert found["chunk_tokens", ("host",)] >= 40
+
+
+def test_what_is_present_in_a_tier_that_hosts_share_is_not_counted():
+    """`lmc learn` said that Mooncake had 0 tokens, right after all documents were written there."""
+    found = values(replace(SOME, usable={"disk": True, "mooncake": True}, evictions={"host": 0}, present={}))
+    assert found["chunks"].keys() == found["chunk_tokens"].keys() == {("host",), ("disk",)}
+    assert ("mooncake",) in found["written_chunks"]
 
 
 def test_metrics_are_served_to_this_machine_until_stopped():

@@ -205,7 +205,9 @@ def _report(
         )
     else:
         per_second = f" ({result.learned / result.seconds:.1f} a second)" if result.seconds else ""
-        console().print(Text(f"{counted(result.learned, 'document')} learned in {result.seconds:.1f} s{per_second}"))
+        found = f"; {all_of(result.found, 'document')} already stored" if result.found else ""
+        learned = f"{counted(result.learned, 'document')} learned in {result.seconds:.1f} s{per_second}{found}"
+        console().print(Text(learned))
     after = f"{ttl} s" if ttl and ttl[-1].isdigit() else ttl
     retention = " and ".join(filter(None, ("pinned" if pin else "", f"set to expire after {after}" if ttl else "")))
     if retention and would is None:

@@ -181,12 +181,12 @@ class ModelLearner:
 
     def learn(self, document: Document) -> Stored:
         """Learn a document. Raises `Unreachable` if no tier can be written, or if the cache server was lost."""
-        engine, stored = self._cached.engine, []
+        engine, stored, computed = self._cached.engine, [], 0
         server = engine.server
         connection = server.connection if server else 0
         try:
             for tokens in document_tokens(self._tokenizer.encode, self._cached.markers, self._separator, document.text):
-                self._cached.learn(tokens, document.id[:LONGEST_NAME])
+                computed += self._cached.learn(tokens, document.id[:LONGEST_NAME]) > 0
                 views = engine.documents(tokens, [Span(0, len(tokens))], self._salt)
                 stored += engine.note(tokens, views, self._salt, name=document.id[:LONGEST_NAME])
             engine.store.flush()  # The manifest must not name a document that no tier has yet.
@@ -199,7 +199,7 @@ class ModelLearner:
         if usable and not any(usable.values()):  # Memory is lost when this process ends.
             raise Unreachable(f"cannot store documents: {' and '.join(usable)} cannot be written")
         reason = "" if stored else "it contains special tokens of the model, as a conversation does: remove them"
-        return Stored(tuple(known.id for known in stored), reason)
+        return Stored(tuple(known.id for known in stored), reason, computed)
 
     def has_stopped(self) -> bool:
         """See `ServerLearner`."""

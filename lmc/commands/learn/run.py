@@ -32,6 +32,7 @@ class Learned:
     documents: int
     before: int = 0  # learned by an earlier run
     learned: int = 0
+    found: int = 0  # learned without computing, because they were stored, for example by another host in a shared tier
     failed: dict[str, str] = field(default_factory=dict)  # id -> reason
     dropped: float = 0.0  # chunks that the slowest tier evicted during the run, for lack of room
     held: dict[str, float] = field(default_factory=dict)  # tokens in each tier after the run
@@ -177,6 +178,7 @@ class LearnRun:
             result.failed[document.id] = stored.failed + _too_long(learner, document.text)
             return
         result.learned += 1
+        result.found += not stored.computed
         self.manifest.add(document, stored.ids)
         if self.retention:
             learner.retain(document, stored.ids, self.retention)
