@@ -8,15 +8,20 @@ A file of `data/tables/` has the rows with measured numbers of one page. Their s
 
 import json
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from markdown_tables import table_rows
 
+from lmc.commands.cli import app
+from lmc.config.settings import Settings
 from lmc.connectors.vllm.model_kinds import TESTED
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +41,22 @@ def test_the_files_that_a_document_names_exist(document: Path) -> None:
     paths = re.findall(rf"`((?:{folders})/[\w./-]*(?:\.\w+|/))`", text)
     made = "bench/results/gpu_accept.json"  # which only a GPU makes
     assert [path for path in paths if not (ROOT / path).exists() and path != made] == []
+
+
+def test_ten_commands_lead_to_two_hosts_and_lmc_understands_them() -> None:
+    """`tests/engine/test_two_hosts.py` runs them, before a release."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/two-hosts.md").read_text(), re.DOTALL)
+    commands = [shlex.split(line, comments=True) for line in "".join(blocks).replace("\\\n", " ").splitlines()]
+    assert len(commands) == 10
+    (variables,) = (words for program, *words in commands if program == "export")
+    environment = dict(word.split("=", 1) for word in variables)
+    assert [remote.place for remote in Settings.load(environ=environment).remotes] == ["mooncake", "objects"]
+    (packages,) = (words for program, *words in commands if program == "pip")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(packages[1].strip(".[]").split(",")) <= extras.keys()
+    verbs = typer.main.get_command(app).commands
+    for name, *words in (words for program, *words in commands if program == "lmc"):
+        verbs[name].make_context(name, words)  # raises an error for an option that it does not have
 
 
 def sources(name: str) -> dict[str, list[str]]:

@@ -823,6 +823,8 @@ def test_what_another_host_has_learned_into_a_slow_pool_is_not_learned_again(mak
     tier.answers = False
     request = lab.arrive("learn", DOC_A, {"learn": True})
     assert lab.admit(request) is None
+    lab.now += 2 * claims.ANSWER_SECONDS  # A request that a user waits for would compute it now.
+    assert lab.admit(request) is None
     lab.step({})
     assert lab.scheduler.take_plan().learn == []
     tier.answers = True

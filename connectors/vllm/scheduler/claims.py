@@ -58,7 +58,7 @@ class Claims:
         """Return whether a request waits for answers about chunks of known documents, which are probably stored.
 
         It waits no longer than it would take to compute their tokens. A request to learn waits for answers about all
-        documents: another host may have learned them into a pool.
+        documents, up to `remote_deadline`: another host may have learned them into a pool.
         """
         store, known = self._engine.store, self._engine.known
         if not store.shared_places:
@@ -74,9 +74,10 @@ class Claims:
         keys = tuple(piece.key for piece in missing)
         if not keys or not store.unanswered(keys):
             return False
-        pace = None if learns else store.cost.prefill_pace()
-        seconds = pace * sum(piece.tokens for piece in missing) if pace else ANSWER_SECONDS
-        state.chunks.asked, state.chunks.answers_due = keys, self._setup.clock() + min(ANSWER_SECONDS, seconds)
+        seconds = self._settings.remote_deadline if learns else ANSWER_SECONDS
+        if not learns and (pace := store.cost.prefill_pace()):
+            seconds = min(seconds, pace * sum(piece.tokens for piece in missing))
+        state.chunks.asked, state.chunks.answers_due = keys, self._setup.clock() + seconds
         return True
 
     def awaits_answers(self, state: RequestState) -> bool:
