@@ -641,7 +641,8 @@ class TestLMCache:
         assert (settings.local_disk is not None) == (bool(disk) and disk != "null")
         login = settings.remote_url and re.search("://(.*)@", settings.remote_url)
         assert bool(login) == any(re.search("password|secret", name) for name in written.get("extra_config") or ())
-        assert (settings.remote_url is not None) == bool(written.get("remote_url"))
+        remote = written.get("remote_url") or written.get("remote_storage_plugins")
+        assert (settings.remote_url is not None) == bool(remote)
         assert len(caplog.records) <= 1
 
     @pytest.mark.parametrize("setting", THEIR_SETTINGS, ids=lambda setting: setting["name"])
@@ -649,6 +650,37 @@ class TestLMCache:
         name = setting["name"]
         known = name in Settings.model_fields or name in ALIASES or name == NESTED
         assert known or feature_of(name) or ignored(name)
+
+    @pytest.mark.parametrize("plugins", [["fs"], "fs", '["fs"]'])
+    def test_a_plug_in_for_a_directory_is_a_shared_directory(self, plugins, caplog) -> None:
+        more = {"remote_storage_plugin.fs.base_path": "/mnt/a kv", "save_chunk_meta": False}
+        given = {"remote_storage_plugins": plugins, "extra_config": more}
+        assert list(map(str, Settings.load(given, environ={}).remotes)) == ["shared directory /mnt/a kv"]
+        assert "plug" not in caplog.text
+
+    def test_plug_ins_follow_the_remote_url_and_have_settings_by_name(self) -> None:
+        more = {
+            "remote_storage_plugin.fs.first.base_path": "/mnt/kv",
+            "remote_storage_plugin.mooncakestore.master_server_address": "10.0.0.1:50051",
+            "remote_storage_plugin.mooncakestore.replica_num": 2,
+        }
+        given = {"remote_url": "redis://cache", "remote_storage_plugins": ["fs.first", "mooncakestore"]}
+        remotes = Settings.load({**given, "extra_config": more}, environ={}).remotes
+        assert [remote.place for remote in remotes] == ["redis", "directory", "mooncake"]
+        assert (remotes[2].master_address, remotes[2].replica_num) == ("10.0.0.1:50051", 2)
+
+    @pytest.mark.parametrize(
+        ("plugins", "more"),
+        [
+            (["fs"], {}),
+            (["fs", "other"], {"remote_storage_plugin.fs.base_path": "/mnt/kv"}),
+            (["fs"], {"remote_storage_plugin.fs.base_path": "/mnt/a,/mnt/b"}),
+            (["fs.first"], {"remote_storage_plugin.fs.base_path": "/mnt/kv"}),
+        ],
+    )
+    def test_other_plug_ins_are_refused(self, plugins, more) -> None:
+        said = refusal({"remote_storage_plugins": plugins, "extra_config": more})
+        assert "lmc does not have plug-ins" in said
 
     def test_a_valkey_finds_its_login_and_its_nodes(self) -> None:
         more = {"valkey_username": "lmc", "valkey_password": "p@ss", "valkey_database": 3}

@@ -32,6 +32,7 @@ REDIS = r"rediss?\b|unix\b|valkeys?\b|resp\b"  # the beginnings of schemes that 
 LOSSY = ("cachegen", "kivi")  # codecs that lose precision
 ON = {"true", "1", "yes", "on"}  # values of a switch, in small letters
 NESTED = "extra_config"  # a mapping of further settings
+PLUGINS, PLUGIN = "remote_storage_plugins", "remote_storage_plugin"  # a list of names; the beginning of their settings
 
 _SYNCHRONOUS = "a lookup is answered at once from memory and never waited for"
 _UP_FRONT = "memory is taken once at start, all of max_local_cpu_size"
@@ -83,7 +84,6 @@ class Feature:
     instead: str
 
 
-_NO_TRANSPORT = "bytes move between device, memory, disk and a remote store, and from no GPU to another"
 _SHARED = "hosts share chunks through Redis or an object store: set remote_url"
 FEATURES = (
     Feature("sharing between peers (P2P)", ".*p2p.*", ("enable_p2p",), _SHARED),
@@ -98,7 +98,8 @@ FEATURES = (
         "NIXL",
         "enable_nixl.*|nixl_.*|transfer_channel|maru_.*",
         ("enable_nixl", "enable_nixl_storage", "maru_path"),
-        _NO_TRANSPORT,
+        "as a pool, set remote_url to a Mooncake Store (mooncake://master:50051) or a bucket (s3://bucket/prefix); to "
+        "move KV from one GPU to another, run vLLM's NixlConnector and LMCConnector in a MultiConnector",
     ),
     Feature(
         "GPUDirect storage",
@@ -169,6 +170,27 @@ def with_login(url: str, more: Mapping[str, object]) -> str:
     if not mark or "@" in rest:
         return url
     return f"{scheme}://{_login(user, password)}{rest}" + (f"/{database}" if database and "/" not in rest else "")
+
+
+def plugin_urls(plugins: object, more: Mapping[str, object]) -> list[str]:
+    """Return the URLs of LMCache's own plug-ins for remote stores, such as `fs` or `fs.first`, from `extra_config`.
+
+    It is empty if a plug-in is another one, or has no address.
+    """
+    names = plugins if isinstance(plugins, list) else re.findall(r"[\w.-]+", str(plugins))
+    urls = []
+    for name in map(str, names):
+        start = f"{PLUGIN}.{name.lower()}."
+        given = {key.removeprefix(start): value for key, value in more.items() if key.startswith(start)}
+        kind, path, master = name.partition(".")[0], given.get("base_path"), given.get("master_server_address")
+        if kind == "fs" and path and "," not in str(path):  # LMCache divides chunks between several directories.
+            urls.append(f"file://{quote(str(path))}")
+        elif kind == "mooncakestore" and master:
+            options = {option: given[option] for option in MOONCAKE_OPTIONS if given.get(option)}
+            urls.append(_with_options(f"{kind}://{master}", options))
+        else:
+            return []
+    return urls
 
 
 def _is_s3(url: object) -> bool:

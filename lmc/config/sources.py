@@ -15,7 +15,19 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from lmc.config.lmcache import ALIASES, LOSSY, NESTED, feature_of, ignored, is_on, login_names, with_login
+from lmc.config.lmcache import (
+    ALIASES,
+    LOSSY,
+    NESTED,
+    PLUGIN,
+    PLUGINS,
+    feature_of,
+    ignored,
+    is_on,
+    login_names,
+    plugin_urls,
+    with_login,
+)
 from lmc.config.remote_url import parse_remote_urls, split_urls
 from lmc.errors import ConfigError
 
@@ -144,6 +156,10 @@ class Source:
             return
         origin = f"{given.origin}, in {NESTED}"
         more = {_bare(str(key)): value for key, value in (nested or {}).items()}
+        if PLUGINS in self.foreign and (urls := plugin_urls(self.foreign[PLUGINS].value, more)):
+            before = split_urls(self.own["remote_url"].value) if "remote_url" in self.own else []
+            self.own["remote_url"] = Given([*before, *urls], self.foreign.pop(PLUGINS).origin)
+            more = {bare: value for bare, value in more.items() if not bare.startswith(f"{PLUGIN}.")}
         if "remote_url" in self.own:
             value, where = self.own["remote_url"]
             urls = split_urls(value)
