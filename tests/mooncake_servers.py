@@ -33,8 +33,8 @@ class MooncakeStore:
     def __init__(self, memory: int = 64 << 20, *, over_http: bool = False) -> None:
         """Choose ports. With `over_http`, the hosts find each other by the master's metadata server."""
         self.port, self.admin_port, self._memory = free_port(), free_port(), memory
-        self._http = free_port() if over_http else 0
-        self._metadata = f"http://127.0.0.1:{self._http}/metadata" if over_http else "P2PHANDSHAKE"
+        self.metadata_port = free_port() if over_http else 0
+        self._metadata = f"http://127.0.0.1:{self.metadata_port}/metadata" if over_http else "P2PHANDSHAKE"
         self.master: subprocess.Popen[bytes] | None = None
         self.member: subprocess.Popen[bytes] | None = None
 
@@ -49,11 +49,11 @@ class MooncakeStore:
         """Start the master, and wait until it listens."""
         command = [str(Path(sys.executable).parent / "mooncake_master"), f"--rpc_port={self.port}"]
         command += [f"--metrics_port={self.admin_port}"]
-        if self._http:
-            command += ["--enable_http_metadata_server=true", f"--http_metadata_server_port={self._http}"]
+        if self.metadata_port:
+            command += ["--enable_http_metadata_server=true", f"--http_metadata_server_port={self.metadata_port}"]
         self.master = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         until = time.monotonic() + 60
-        for port in filter(None, (self.port, self.admin_port, self._http)):
+        for port in filter(None, (self.port, self.admin_port, self.metadata_port)):
             while True:
                 try:
                     socket.create_connection(("127.0.0.1", port), 1).close()

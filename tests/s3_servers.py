@@ -28,7 +28,7 @@ def s3_server(python: str = sys.executable) -> Iterator[int]:
     port = free_port()
     command = [python, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with running(command):
-        assert first_status(port, "PUT", f"/{BUCKET}") == 200
+        make_bucket(port)
         yield port
 
 
@@ -63,6 +63,11 @@ def running(command: list[str]) -> Iterator[None]:
             yield
         finally:
             process.kill()
+
+
+def make_bucket(port: int, bucket: str = BUCKET) -> None:
+    """Create a bucket as soon as the server of moto answers."""
+    assert first_status(port, "PUT", f"/{bucket}") == 200
 
 
 def first_status(port: int, method: str, path: str, seconds: float = 60.0) -> int:

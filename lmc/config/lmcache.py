@@ -99,7 +99,8 @@ FEATURES = (
         "enable_nixl.*|nixl_.*|transfer_channel|maru_.*",
         ("enable_nixl", "enable_nixl_storage", "maru_path"),
         "as a pool, set remote_url to a Mooncake Store (mooncake://master:50051) or a bucket (s3://bucket/prefix); to "
-        "move KV from one GPU to another, run vLLM's NixlConnector and LMCConnector in a MultiConnector",
+        "move KV from one GPU to another, run vLLM's NixlConnector and LMCConnector in a MultiConnector, where lmc "
+        "stores prefixes and blends nothing",
     ),
     Feature(
         "GPUDirect storage",
