@@ -692,6 +692,9 @@ class TestLMCache:
         assert (url.username, url.password) == ("u", "p")
         nodes = parse_redis_url("valkey://10.0.0.5:6379, 10.0.0.6:6379")
         assert (nodes.kind, [node.host for node in nodes.hosts]) == ("cluster", ["10.0.0.5", "10.0.0.6"])
+        for mode, kind in (("cluster", "cluster"), ("standalone", "single")):
+            given = {"remote_url": "valkey://10.0.0.5:6379", "extra_config": {"valkey_mode": mode}}
+            assert parse_redis_url(str(Settings.load(given, environ={}).remote_url)).kind == kind
 
     def test_sentinels_without_a_service_have_that_of_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert parse_redis_url("redis-sentinel://a:1,b:2").service == "redismaster"

@@ -156,8 +156,9 @@ def login_names(url: object) -> dict[str, str]:
         return S3_NAMES
     if _is_mooncake(url):
         return {name: name for name in MOONCAKE_OPTIONS}
-    prefix = "valkey_" if str(url).strip().lower().startswith("valkey") else ""
-    return {name: prefix + name for name in ("username", "password", "database")}
+    if str(url).strip().lower().startswith("valkey"):
+        return {name: f"valkey_{name}" for name in ("username", "password", "database", "mode")}
+    return {name: name for name in ("username", "password", "database")}
 
 
 def with_login(url: str, more: Mapping[str, object]) -> str:
@@ -167,10 +168,13 @@ def with_login(url: str, more: Mapping[str, object]) -> str:
     if _is_mooncake(url):
         return _with_options(url, {name: more[name] for name in MOONCAKE_OPTIONS if more.get(name)})
     scheme, mark, rest = url.partition("://")
-    user, password, database = (more.get(name) for name in login_names(url).values())
+    given = {part: more.get(name) for part, name in login_names(url).items()}
+    if scheme.lower() == "valkey" and given["mode"] == "cluster":
+        scheme = "valkey-cluster"
     if not mark or "@" in rest:
-        return url
-    return f"{scheme}://{_login(user, password)}{rest}" + (f"/{database}" if database and "/" not in rest else "")
+        return f"{scheme}{mark}{rest}"
+    database = f"/{given['database']}" if given["database"] and "/" not in rest else ""
+    return f"{scheme}://{_login(given['username'], given['password'])}{rest}{database}"
 
 
 def plugin_urls(plugins: object, more: Mapping[str, object]) -> list[str]:
