@@ -1,21 +1,26 @@
 """The object tier: the contract in memory, in a shared directory and in S3, and what can go wrong with a server."""
 
 import asyncio
+import json
 import os
+import re
+import shlex
 import signal
 import sys
 import threading
 import time
 from collections import Counter
 from contextlib import closing, suppress
+from pathlib import Path
 from types import SimpleNamespace
 
+import boto3
 import pytest
 from cachetools import TTLCache
 from forked import Forked
 from obstore import exceptions
 from obstore.store import LocalStore, MemoryStore
-from s3_servers import BUCKET, Proxy, bucket, find_rclone, rclone_server, s3_server
+from s3_servers import BUCKET, ENVIRONMENT, Proxy, bucket, find_rclone, make_bucket, rclone_server, s3_server
 from storage_fakes import (
     PART_BYTES,
     PARTS,
@@ -50,6 +55,7 @@ from lmc.storage.tiers.record import file_of
 from lmc.storage.tiers.tier import Written
 
 KEYS = [key_of(number) for number in range(30)]
+PAGE = Path(__file__).parent.parent / "docs/storage.md"
 
 
 class Objects(ObjectTier):
@@ -155,6 +161,24 @@ def test_a_bucket_of_the_settings_is_opened(s3, caplog):
     assert (
         "remote_ttl = 60 has no effect in S3 bucket chunks/settings: objects expire by a lifecycle rule" in caplog.text
     )
+
+
+@pytest.mark.parametrize("s3", ["moto"], indirect=True)  # rclone has no lifecycle rules.
+def test_the_lifecycle_rule_of_the_page_is_accepted_and_has_the_objects(s3):
+    """With boto3, which checks the rule as the command of the page does."""
+    (command,) = re.findall(r"^(aws .*?)^```", PAGE.read_text().replace("\\\n", " "), re.MULTILINE | re.DOTALL)
+    words = shlex.split(command)
+    options = dict(zip(words[3::2], words[4::2], strict=True))
+    (rule,) = json.loads(options["--lifecycle-configuration"])["Rules"]
+    keys = {name.lower(): value for name, value in ENVIRONMENT.items() if "KEY" in name}
+    client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{s3}", region_name=ENVIRONMENT["AWS_REGION"], **keys)
+    make_bucket(s3, options["--bucket"])
+    client.put_bucket_lifecycle_configuration(Bucket=options["--bucket"], LifecycleConfiguration={"Rules": [rule]})
+    url = f"s3://test:test@{options['--bucket']}/prefix?endpoint=http://127.0.0.1:{s3}"
+    with closing(opened(Settings(remote_url=url, remote_deadline=30))) as tier:
+        write(tier, K0)
+    listed = client.list_objects_v2(Bucket=options["--bucket"], Prefix=rule["Filter"]["Prefix"])
+    assert listed["KeyCount"] == 1
 
 
 def test_a_shared_directory_of_the_settings_is_created(tmp_path):
