@@ -523,3 +523,14 @@ def test_times_are_those_of_the_uses(tmp_path):
     with closing(DiskTier(tmp_path, ROOM)) as tier:
         assert order(tier)[-1] == KEYS[0]
         assert all(before <= used <= time.time() for _, used in tier.headers())
+
+
+@pytest.mark.parametrize("label", [0, 512, 1400])
+def test_the_index_takes_about_as_much_as_lmc_size_says(tmp_path: Path, label: int) -> None:
+    with closing(DiskTier(tmp_path, ROOMY)) as tier:
+        for number in range(1000):
+            meta = replace(
+                meta_of(key_of(number), parts=1, part_bytes=64), label=f"{number:x<{label}}" if label else ""
+            )
+            tier.write(meta, [stored(meta)])
+    assert (tmp_path / index.FILE).stat().st_size == pytest.approx(1000 * index.index_bytes(label), rel=0.3)

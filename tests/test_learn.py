@@ -505,6 +505,8 @@ def test_sizes_are_those_of_what_is_learned(tmp_path: Path, monkeypatch: pytest.
     code, out, _ = lmc(*whole)
     assert code == 0
     assert f"disk, 1 GB: {(1 << 30) * len(TEXTS) // sum(there)} such documents" in out
+    index = [f"{said[name] * 1e6 / len(TEXTS) / (1 << 30):.1f} GB" for name in ("index", "disk_index")]
+    assert f"index of 1000000 such documents: {index[0]} of memory, {index[1]} on a disk" in out
     half = json.loads(lmc("size", MODEL, "--dtype", "bfloat16", "--json")[1])["token"]
     assert half * 2 == said["token"]
     assert json.loads(lmc("size", MODEL, "--json")[1])["token"] == half, "as vLLM serves it"

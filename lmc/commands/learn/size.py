@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from lmc.documents.sources import Corpus
 
 MANY_DOCUMENTS = 10_000  # number of documents for which the required size is also printed
+MILLION = 1_000_000  # number of documents for which the size of the index is also printed
+LABEL_BYTES = 4  # usual bytes of one token in the label of a document's last record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,7 @@ class Size:
     slots: int = 0  # number of memory slots for all documents
     index: int = 0  # memory of an engine that knows all documents
     max_index: float = 0.0  # maximum memory for known documents
+    disk_index: int = 0  # bytes of the disk tier's index for all documents
     unblended: str = ""  # why vLLM with lmc does not blend documents of this model; empty if it does
     skipped: dict[str, str] = field(default_factory=dict)  # document -> why it cannot be learned
 
@@ -88,6 +91,7 @@ def size(
     from lmc.keys import chunk_bounds
     from lmc.shapes import GIB
     from lmc.storage.chunk_layout import ChunkLayout
+    from lmc.storage.tiers.disk.index import index_bytes
 
     settings, facts = Settings.load(), model_facts(model, dtype)
     narrowed = dtype in (None, "auto") and facts.shape.dtype.itemsize == 4  # float32
@@ -111,6 +115,7 @@ def size(
         slots=sum(chunks),
         index=sum(map(known_bytes, lengths, chunks)),
         max_index=settings.max_document_index_size * GIB,
+        disk_index=index_bytes(0) * (sum(chunks) - len(lengths)) + sum(index_bytes(LABEL_BYTES * n) for n in lengths),
     )
     if as_json:
         fit = {"fit_in_memory": sizes.fit_in_memory, "fit_on_disk": sizes.fit_on_disk} if lengths else {}
@@ -167,6 +172,7 @@ def _lines(sizes: Size) -> list[str]:
     mean = sizes.on_disk / sizes.documents
     need = f"{sizes.documents} documents of {sizes.shortest} to {sizes.longest} tokens, {sizes.tokens} together: "
     per_document = sizes.slots * sizes.slot / sizes.documents / MIB
+    per_million = MILLION / sizes.documents / GIB
     return [
         f"{need}{sizes.on_disk / GIB:.2f} GB on a disk, {mean / MIB:.2f} MB each; {MANY_DOCUMENTS} like them: "
         f"{mean * MANY_DOCUMENTS / GIB:.1f} GB",
@@ -174,4 +180,6 @@ def _lines(sizes: Size) -> list[str]:
         f"{disk}: {sizes.fit_on_disk} such documents" if sizes.disk else disk,
         f"known documents, {sizes.max_index / GIB:g} GB of memory (max_document_index_size): "
         f"{sizes.known} such documents",
+        f"index of {MILLION} such documents: {sizes.index * per_million:.1f} GB of memory, "
+        f"{sizes.disk_index * per_million:.1f} GB on a disk",
     ]
