@@ -2,6 +2,7 @@
 
 import base64
 import gc
+import json
 import logging
 import sqlite3
 import subprocess
@@ -438,6 +439,46 @@ def test_a_database_that_is_damaged_is_set_aside(tmp_path, damage, caplog):
         engine.keeper.pin([known(engine, A)])
     with closing(engine_of(tmp_path)) as engine:
         assert known(engine, A).pinned
+
+
+def line_about(document, **changes):
+    """A line of the file that lmc had before the database: the first one about a document."""
+    return json.dumps({
+        "id": document.id, "pinned": True, "expires": 0.0, "name": "old.txt", "namespace": document.namespace.hex(),
+        "tokens": pack_tokens(document.tokens), "model": document.model, "tenant": document.tenant,
+        "keys": b"".join(document.keys).hex(), **changes,
+    })  # fmt: skip
+
+
+def test_pins_time_limits_and_names_of_versions_before_the_database_are_imported(tmp_path, caplog):
+    """They were dropped without a word."""
+    with closing(engine_of(tmp_path)) as engine:
+        first, second, third = learn(engine, A), learn(engine, B), learn(engine, list(range(700, 720)))
+        engine.keeper.expire([third], 9e9)
+        newest = third.expires
+    lines = [
+        line_about(first), line_about(second, pinned=False), line_about(third, expires=1.0),
+        json.dumps({"id": second.id, "pinned": False, "expires": 8e9, "name": "new.txt"}),
+        json.dumps({"id": "00", "pinned": True, "expires": 0.0, "name": ""}), "[]", line_about(first)[:50],
+    ]  # fmt: skip
+    file = tmp_path / "disk/documents.jsonl"
+    file.write_text("\n".join(lines))
+    for _ in range(2):
+        with caplog.at_level(logging.INFO), closing(engine_of(tmp_path)) as engine:
+            found = [known(engine, list(one.tokens)) for one in (first, second, third)]
+            assert [one.pinned for one in found] == [True, False, False], "a row is newer than a line"
+            assert [one.expires for one in found] == [0.0, 8e9, newest]
+            assert [one.name for one in found[:2]] == ["old.txt", "new.txt"]
+        assert not file.exists()
+    assert caplog.text.count(f"imported the pins, time limits and names of 2 documents from {file}") == 1
+
+
+def test_a_cache_server_imports_the_file_of_each_layout(tmp_path):
+    with closing(engine_of(tmp_path)) as engine:
+        line = line_about(learn(engine, A))
+    for layout in ("2x4096", "2x8192"):
+        (tmp_path / f"documents-{layout}.jsonl").write_text(line)
+    assert [len(list(KeptDocuments(tmp_path, layout).read())) for layout in ("", "2x4096", "2x8192")] == [0, 1, 1]
 
 
 def test_a_database_that_cannot_be_written_is_said_and_the_pin_holds(tmp_path, caplog):

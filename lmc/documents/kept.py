@@ -6,17 +6,21 @@ tenant has a secret key. A change is on the disk when a call returns, and what i
 """
 
 import json
+import logging
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lmc.databases import create_private, is_damage, transaction
 from lmc.documents.known import KnownDocument, pack_tokens, unpack_tokens
 from lmc.errors import CorruptRecord, InputError
 from lmc.keys import ChunkKey
 from lmc.storage.secret_keys import SecretKeys
+
+log = logging.getLogger(__name__)
 
 FILE = "documents.sqlite"
 KEY = 32  # bytes of a chunk's key
@@ -28,8 +32,9 @@ CREATE TABLE IF NOT EXISTS kept (
     encrypted INT, PRIMARY KEY (layout, id)
 )
 """
-PUT = """
-INSERT INTO kept VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (layout, id) DO UPDATE SET
+ADD = "INSERT INTO kept VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (layout, id) DO NOTHING"
+PUT = f"""
+{ADD.removesuffix("NOTHING")} UPDATE SET
     pinned = excluded.pinned, expires = excluded.expires, text = excluded.text, encrypted = excluded.encrypted
 """
 
@@ -62,6 +67,7 @@ class KeptDocuments:
 
         Raises `OSError` or `sqlite3.Error`.
         """
+        self._import_lines()
         if not _has_rows(self.path):
             return
         with _opened(self.path) as database:
@@ -106,7 +112,35 @@ class KeptDocuments:
             return aside
         return None
 
-    def _row(self, document: KnownDocument) -> tuple[object, ...]:
+    def _import_lines(self) -> None:
+        """Import the file that versions before the database had, and remove it. Rows that exist are newer.
+
+        Each line is a JSON object about a document, and updates earlier lines about it.
+        """
+        path = self.path.with_name(f"documents-{self._layout}.jsonl" if self._layout else "documents.jsonl")
+        if not path.exists():
+            return
+        entries, rows = dict[str, dict[str, Any]](), list[tuple[object, ...]]()
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, KeyError, TypeError):  # A killed process has left half a line.
+                entry = json.loads(line)
+                entries.setdefault(entry["id"], {}).update(entry)
+        for entry in entries.values():
+            with suppress(ValueError, KeyError, TypeError):  # The line that has the tokens is missing.
+                document = KeptDocument(
+                    id=entry["id"], namespace=bytes.fromhex(entry["namespace"]), model=str(entry["model"]),
+                    tenant=str(entry["tenant"]), keys=_parted(bytes.fromhex(entry["keys"])),
+                    pinned=entry["pinned"] is True, expires=float(entry["expires"]), name=str(entry["name"]),
+                    tokens=unpack_tokens(entry["tokens"]),
+                )  # fmt: skip
+                if document.pinned or document.expires:
+                    rows.append(self._row(document))
+        with _opened(self.path, change=True) as database:
+            count = database.executemany(ADD, rows).rowcount if rows else 0
+        path.unlink()
+        log.info("imported the pins, time limits and names of %d documents from %s", count, path)
+
+    def _row(self, document: KnownDocument | KeptDocument) -> tuple[object, ...]:
         text = json.dumps({"name": document.name, "tokens": pack_tokens(document.tokens)}).encode()
         if (secret := self._keys.newest(document.tenant)) is not None:
             text = secret.derive(document.id.encode()).seal(text)
