@@ -9,7 +9,7 @@ metadata, even if both are in one process.
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -187,8 +187,9 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
 
     def unregister_kv_caches(self) -> None:
         """End all loads and learning, because the engine is about to free its KV cache, for example to sleep."""
-        if self._worker is not None:
-            self._worker.end_all()
+        worker = self._worker
+        if worker is not None:  # A job that raised an error is closed by then, and a second attempt ends the others.
+            self._guard.run("unregister_kv_caches", worker.end_all, None, worker.end_all)
 
     def start_load_kv(self, forward_context: Any, **named: Any) -> None:
         """Run slices of the loads, blends and learning jobs that are under way."""
@@ -283,7 +284,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         """Open the store, now that all workers have reported."""
         workers = [facts[rank] for rank in sorted(facts)]
         cache = self._config.cache_config
-        parallel, speculative, settings = self._config.parallel_config, self._config.speculative_config, self.settings
+        parallel, settings = self._config.parallel_config, self.settings
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         if len(workers) != ranks:
             raise ConfigError(
@@ -309,6 +310,18 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             "states": self._states,
         }
         engine = open_engine(settings, workers, cache.block_size, model, hashing, prefix=prefix, **names)
+        try:
+            self._begin(engine, workers, tokenizer, refused)
+        except Exception:
+            if self._publisher:
+                self._publisher.close()
+            engine.close()
+            raise
+
+    def _begin(self, engine: CacheEngine, workers: Sequence[WorkerFacts], tokenizer: Any, refused: str) -> None:
+        """Create the scheduler over the open store, and start the endpoints that the settings name addresses for."""
+        cache, parallel, settings = self._config.cache_config, self._config.parallel_config, self.settings
+        hashing, speculative = cache.prefix_caching_hash_algo, self._config.speculative_config
         log.info("%s", self._summary(engine, blends=not refused))
         setup = Setup(
             settings=settings,
@@ -335,10 +348,11 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             counts_images=self._counts_images(),
         )
         number = parallel.data_parallel_index
+        scheduler = Scheduler(setup)
         self._publisher = publisher_if_wanted(engine, number)
-        self._scheduler = Scheduler(setup)
-        administration = Administration(setup, self._scheduler.recent, number, lambda: self._guard.status)
+        administration = Administration(setup, scheduler.recent, number, lambda: self._guard.status)
         self._stop_admin = serve_if_wanted(administration, number)
+        self._scheduler = scheduler
 
     def _counts_images(self) -> bool:
         """Return whether images are numbered instead of hashed, because neither images nor prefixes are cached."""
@@ -453,7 +467,12 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         metadata = connector_output.kv_connector_worker_meta
         if scheduler is None:
             if isinstance(metadata, WorkerMetadata):
-                self._hear(metadata.facts)
+                self._guarded(
+                    "update_connector_output",
+                    lambda: self._hear(metadata.facts),
+                    None,
+                    lambda: self._give_up("its store could not be opened"),
+                )
             return
         report = metadata.report if isinstance(metadata, WorkerMetadata) else StepReport()
         received = connector_output.finished_recving or set()
@@ -473,7 +492,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self._early_facts |= {worker.rank: worker for worker in facts}
         if len(self._early_facts) < self._rank_count():
             return
-        self._open(self._early_facts)
+        complete, self._early_facts = self._early_facts, {}  # After an error, later reports do not open it again.
+        self._open(complete)
         for request in self._early_requests:  # Requests that have already begun are left to the engine.
             if not request.num_computed_tokens and not request.is_finished():
                 self.on_new_request(request)
@@ -482,12 +502,14 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     def _wait_for_facts(self) -> None:
         """Count a step without the facts of all workers, and give up after `MAX_WAIT_STEPS` steps."""
         if self._wait_steps == 1:
-            reporting = len(self._early_facts)
-            log.warning(
-                "lmc was disabled, because only %d of %d workers sent their facts", reporting, self._rank_count()
-            )
-            self._early_requests.clear()
+            self._give_up(f"only {len(self._early_facts)} of {self._rank_count()} workers sent their facts")
         self._wait_steps = max(0, self._wait_steps - 1)
+
+    def _give_up(self, reason: str) -> None:
+        """Serve the engine without lmc."""
+        log.warning("lmc was disabled, because %s", reason)
+        self._early_requests.clear()
+        self._wait_steps = 0
 
     def _rank_count(self) -> int:
         """Return the number of workers."""
@@ -534,13 +556,13 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         return self._guarded("reset_cache", reset, False, scheduler.switch_off)
 
     def shutdown(self) -> None:
-        """Write chunks that the tiers lack, and close the store."""
-        if self._scheduler is not None:
-            if self._stop_admin:
-                self._stop_admin()
-            self._scheduler.close()
-            if self._publisher:
-                self._publisher.close()
+        """Write chunks that the tiers lack, and close the store. An error in one part does not keep others open."""
+        if self._scheduler is None:
+            return
+        for close in (self._stop_admin, self._scheduler.close, self._publisher and self._publisher.close):
+            if close:
+                self._guard.run("shutdown", close, None)
+        if not self._guard.errors["shutdown"]:
             log.info("lmc: closed the store, and all chunks are written")
 
     def take_events(self) -> Iterable[Any]:
@@ -585,13 +607,15 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self._scheduler.has_news, self._counts_at = False, now + COUNT_SECONDS
         self._guard.new_errors()
         nothing: dict[str, float] = {}
+        unobserved: dict[str, list[float]] = {}
         numbers = self._guarded("get_kv_connector_stats", self._scheduler.numbers, nothing)
+        observed = self._guarded("get_kv_connector_stats", self._scheduler.take_observed, unobserved)
         numbers |= {key("errors", (hook,)): count for hook, count in self._guard.errors.items()}
         before, self._counted = self._counted, {**self._counted, **numbers}
         # Zeros are reported once, because the rate of a metric needs a value before the first count.
         counted = self._counted.items()
         changes = {name: count - before.get(name, 0) for name, count in counted if count != before.get(name)}
-        return LmcStats(data=changes | self._scheduler.take_observed())
+        return LmcStats(data=changes | observed)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LmcStats:

@@ -9,6 +9,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
+from lmc.connectors.vllm.guard import HookGuard
 from lmc.connectors.vllm.vllm_api import KVConnectorPromMetrics, KVConnectorStats
 from lmc.metrics import NAMES, parted
 
@@ -63,15 +64,16 @@ class LmcPromMetrics(KVConnectorPromMetrics):
                 _registered.append(metric)
         self._children: dict[tuple[int, str], Any] = {}
         self._levels: dict[tuple[int, str], float] = {}  # current values of gauges
+        self._guard = HookGuard(switches=False)
         for engine in labelvalues:
             for name in NAMES.values():
                 if not name.labels:
                     self._add(engine, name.name, [] if name.buckets else 0)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add changes to the metrics."""
+        """Add changes to the metrics. An error would end the API server's task that returns all responses."""
         for key, change in transfer_stats_data.items():
-            self._add(engine_idx, key, change)
+            self._guard.run("observe", lambda key=key, change=change: self._add(engine_idx, key, change), None)  # type: ignore[misc]
 
     def _add(self, engine: int, key: str, change: float | list[float]) -> None:
         name, labels = parted(key)

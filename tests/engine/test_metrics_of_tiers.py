@@ -129,6 +129,13 @@ def test_a_number_that_nobody_knows_is_left_out():
     assert value("misses_total") == 1
 
 
+def test_a_number_that_cannot_be_counted_leaves_the_others(caplog):
+    """vLLM's API server returns no response after an error in its metrics."""
+    metrics_of(0).observe({"misses": -1, "no_room": 2})
+    assert (value("misses_total"), value("no_room_total")) == (0, 2)
+    assert "lmc failed in observe" in caplog.text
+
+
 def test_the_next_engine_in_a_process_takes_the_place_of_the_last():
     metrics_of(0).observe({"misses": 3})
     metrics_of(0).observe({"misses": 1})

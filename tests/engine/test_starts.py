@@ -26,8 +26,10 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from lmc.connectors.vllm import connector
 from lmc.connectors.vllm.connector import LMCConnector
 from lmc.connectors.vllm.model_kinds import objection, price_of_one_table
+from lmc.engine import CacheEngine
 
 DOCUMENTS = [words(150, 1), words(300, 2)]
 PROMPT = Prompt(DOCUMENTS)
@@ -311,6 +313,29 @@ def test_no_blend_reaches_a_connector_that_hashes_tokens(models, caplog, tmp_pat
         assert answer(found) == answer(asked)
         assert distance(found, asked) <= SAME
         lab.check_idle()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("failing", ["open_engine", "serve_if_wanted"])
+def test_an_error_at_the_late_start_in_a_multi_connector_leaves_an_engine_without_lmc(
+    models, monkeypatch, caplog, failing
+):
+    """Workers' facts come with the first step, when the engine serves requests already."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("planted")
+
+    closed, close = [], CacheEngine.close
+    monkeypatch.setattr(CacheEngine, "close", lambda engine: [closed.append(engine), close(engine)])
+    monkeypatch.setattr(connector, failing, fail)
+    with caplog.at_level(logging.WARNING, "lmc"), beside(models("llama"), LMC, idle=False) as lab:
+        first = lab.ask(PLAIN)
+        assert lab.llm.reset_prefix_cache()
+        assert agree(lab.ask(PLAIN), first)
+        assert lab.lmc is None
+        assert not lab.connector.has_pending_push_work()
+        assert len(closed) == (failing == "serve_if_wanted"), "nothing stays open"
+        assert said(caplog).count("lmc was disabled, because its store could not be opened") == 1
 
 
 @pytest.mark.long

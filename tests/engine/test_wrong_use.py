@@ -6,7 +6,7 @@ from copy import copy
 from types import SimpleNamespace
 
 import pytest
-from lab import SETTINGS, Prompt, answer, cleanup_dist_env_and_memory, engine, facts, setup_of, words
+from lab import SETTINGS, Prompt, answer, cleanup_dist_env_and_memory, engine, facts, scheduler_of, setup_of, words
 from stepping import layers_of_lmc
 from vllm.config import CompilationConfig, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -120,6 +120,22 @@ def started(lab, **settings):
         yield connector, LMCConnector(config, KVConnectorRole.WORKER, lab.scheduler.kv_cache_config)
     finally:
         connector.shutdown()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_error_while_lmc_ends_is_not_raised_to_the_engine(lab, monkeypatch, caplog, when):
+    def fail():
+        if when == "after":
+            close()
+        raise RuntimeError("planted")
+
+    with caplog.at_level(logging.INFO, "lmc"), started(lab) as (connector, _):
+        close = scheduler_of(connector).close
+        monkeypatch.setattr(scheduler_of(connector), "close", fail)
+    if when == "before":
+        close()
+    assert "lmc failed in shutdown" in caplog.text
+    assert "closed the store" not in caplog.text
 
 
 def test_a_version_of_vllm_that_was_not_tested_is_used_with_one_warning(lab, monkeypatch, caplog):
