@@ -8,7 +8,7 @@ from array import array
 import pytest
 from amount import mostly_long
 from lab import DOCUMENTS, PLAIN, PROMPT, Prompt, agree, answer, engine, facts
-from stepping import SECONDS, Clock, Gate, Steps, layers_of_lmc, only_on_disk, poison, threads_are_done
+from stepping import SECONDS, Clock, Gate, Steps, layers_of_lmc, only_on_disk, poison, threads_are_done, worker
 from tier_wrappers import Delayed
 
 from lmc.connectors.vllm.scheduler.admission import Admission
@@ -272,28 +272,36 @@ def right_start(lab, out) -> bool:
 
 
 @pytest.fixture
-def mislabelled(lab):
-    """Every slot that the next load wants holds another chunk when the worker looks."""
-    scheduler, slab = lab.lmc, lab.store.slab
+def mislabel(lab, monkeypatch):
+    """A function that gives every slot of later loads to another chunk before the worker runs one of its methods."""
+    scheduler, slab, slots = lab.lmc, lab.store.slab, []
     plan, kept = scheduler.plan, slab.labels.tolist()
 
     def planned(*arguments):
         found = plan(*arguments)
-        for job in found.loads:
-            for piece in (*job.copies, *getattr(job, "documents", ())):
-                slab.labels[2 * piece.slot] = 7
+        slots.extend(piece.slot for job in found.loads for piece in (*job.copies, *getattr(job, "documents", ())))
         return found
 
-    scheduler.plan = planned
-    yield
-    scheduler.plan = plan
+    def before(name, condition=lambda: True):
+        run = getattr(worker(), name)
+
+        def late(*arguments):
+            if condition():
+                for slot in slots:
+                    slab.labels[2 * slot] = 7
+            return run(*arguments)
+
+        monkeypatch.setattr(worker(), name, late)
+
+    monkeypatch.setattr(scheduler, "plan", planned)
+    yield before
     slab.labels[:] = memoryview(array("q", kept))
 
 
 @pytest.mark.parametrize("lmc", [None, PROMPT.blend(**EXACT)], ids=["pages", "documents"])
-def test_a_slot_that_holds_another_chunk_than_promised_is_not_used(lab, request, caplog, lmc):
+def test_a_slot_that_holds_another_chunk_than_promised_is_not_used(lab, mislabel, caplog, lmc):
     store_plain(lab)
-    request.getfixturevalue("mislabelled")
+    mislabel("work")
     failed = lab.numbers.get("failed_loads", 0)
     tokens = PROMPT.tokens if lmc else PLAIN
     out = lab.ask(tokens, lmc)
@@ -301,6 +309,20 @@ def test_a_slot_that_holds_another_chunk_than_promised_is_not_used(lab, request,
     assert right(lab, out, tokens)
     assert lab.numbers["failed_loads"] == failed + 1
     assert "exact_tokens" not in facts(out)
+
+
+@pytest.mark.parametrize("lmc", [None, PROMPT.blend(**EXACT)], ids=["pages", "documents"])
+def test_a_slot_that_is_given_to_another_chunk_during_the_copies_is_not_used(lab, mislabel, caplog, lmc):
+    """The job has checked its slots when it issued its last copies, and a GPU may still read them."""
+    store_plain(lab)
+    mislabel("outcome", condition=lambda: worker().ends_loads)
+    failed = lab.numbers.get("failed_loads", 0)
+    tokens = PROMPT.tokens if lmc else PLAIN
+    out = lab.ask(tokens, lmc)
+    assert "was lost while it was loaded" not in caplog.text, "the slots were right when the copies were issued"
+    assert right(lab, out, tokens)
+    assert lab.numbers["failed_loads"] == failed + 1
+    assert not {"exact_tokens", "reused_tokens", "tokens_from"} & set(facts(out))
 
 
 @pytest.mark.parametrize("method", ["run", "_replaced"])
@@ -365,10 +387,10 @@ def document_places(lab):
     return lab.store.lookup([key for document in DOCUMENTS for key in lab.document_keys(document)])
 
 
-def test_a_second_request_with_the_prefix_of_a_failed_load(lab, request, steps):
+def test_a_second_request_with_the_prefix_of_a_failed_load(lab, mislabel, steps):
     """The engine computes the first one's blocks again over several steps; the second must not find them before."""
     store_plain(lab)
-    request.getfixturevalue("mislabelled")
+    mislabel("work")
     first = steps.add(PLAIN[:420])
     steps.until(lambda: steps.state(first).given_up)
     seconds = []

@@ -537,15 +537,6 @@ class Scheduler:
         self._end_blends(received, report.lost)
         self.has_news = self.has_news or bool(report.done or report.failed)
         self.pending.report(report.done, report.failed)
-        for request in report.lost & self._states.keys():
-            state = self._states[request]
-            state.given_up, state.exact_tokens, state.timing.alone = True, 0, False
-            state.sources.clear()
-            self._follow_ups.forget(state)
-            stats = state.request.prefill_stats
-            if stats and not state.request.num_preemptions:  # Lost tokens are computed: `cached_tokens` omits them.
-                stats.set(state.request.num_prompt_tokens, state.local, 0)
-            self.counts["failed_loads"] += 1
         for request, facts in report.blended.items():
             self.counts["token_layers"] += int(facts["token_layers"])  # type: ignore[call-overload]
             asking = self._states.get(request)
@@ -554,6 +545,16 @@ class Scheduler:
             asking.blended = facts
             if asking.role is Role.BLEND:  # A request to learn uses blind reuse, which has a ratio of 0.
                 self._observed["budget"].append(float(facts["charged_budget"]))  # type: ignore[arg-type]
+        for request in report.lost & self._states.keys():
+            state = self._states[request]
+            state.given_up, state.exact_tokens, state.timing.alone = True, 0, False
+            state.blended = {}  # The engine computes what the blend has filled.
+            state.sources.clear()
+            self._follow_ups.forget(state)
+            stats = state.request.prefill_stats
+            if stats and not state.request.num_preemptions:  # Lost tokens are computed: `cached_tokens` omits them.
+                stats.set(state.request.num_prompt_tokens, state.local, 0)
+            self.counts["failed_loads"] += 1
         for request in received & self._states.keys():
             state = self._states[request]
             if not state.loading:  # Another connector has loaded this request.
