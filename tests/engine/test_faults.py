@@ -4,6 +4,7 @@ import itertools
 import re
 import time
 from array import array
+from dataclasses import replace
 
 import pytest
 from amount import mostly_long
@@ -11,9 +12,13 @@ from lab import DOCUMENTS, PLAIN, PROMPT, Prompt, agree, answer, engine, facts
 from stepping import SECONDS, Clock, Gate, Steps, layers_of_lmc, only_on_disk, poison, threads_are_done, worker
 from tier_wrappers import Delayed
 
+from lmc.connectors.vllm.messages import SaveJob, StepPlan
 from lmc.connectors.vllm.scheduler.admission import Admission
 from lmc.connectors.vllm.worker import memory
+from lmc.connectors.vllm.worker import worker as worker_module
 from lmc.connectors.vllm.worker.canvas import PagedCanvas
+from lmc.connectors.vllm.worker.rank_slab import RankSlab
+from lmc.errors import ChunkLost
 from lmc.storage import loader
 
 EXACT = {"ratio": 1.0}
@@ -323,6 +328,27 @@ def test_a_slot_that_is_given_to_another_chunk_during_the_copies_is_not_used(lab
     assert right(lab, out, tokens)
     assert lab.numbers["failed_loads"] == failed + 1
     assert not {"exact_tokens", "reused_tokens", "tokens_from"} & set(facts(out))
+
+
+def test_the_memory_of_a_server_that_has_ended_stays_mapped_until_saves_are_over(lab, monkeypatch):
+    """Copies of a GPU may still write to it."""
+    own, ends, pool = lab.store.slab.address, [], lab.memory.host
+    monkeypatch.setattr(worker_module, "RankSlab", lambda at, on_end: [ends.append(on_end), RankSlab(at)][1])
+    address = replace(own, serial=own.serial + 1)
+    worker().work(StepPlan(slab=address))
+    (on_end,) = ends
+    slot = pool.allocate()
+    worker().save([SaveJob(job=-2, slot=slot, tables=((1,),) * len(lab.setup.windows))])
+    on_end(address)
+    worker().part(slot, 0)
+    assert worker().report().done == {-2: 1}
+    on_end(own)
+    worker().part(slot, 0)
+    on_end(address)
+    with pytest.raises(ChunkLost):
+        worker().part(slot, 0)
+    pool.free([slot])
+    assert right(lab, lab.ask(PLAIN), PLAIN)
 
 
 @pytest.mark.parametrize("method", ["run", "_replaced"])
