@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from lab import DOCUMENTS, PLAIN, PROMPT, agree, answer, engine, facts, words
+from lab import DOCUMENTS, PLAIN, PROMPT, Prompt, agree, answer, engine, facts, words
 from other_engine import OtherEngine
 
 from lmc.server.client.connection import status
@@ -29,7 +29,27 @@ def wanted(models):
 
 
 @pytest.fixture(scope="module")
-def first(wanted, models, server):
+def conversations(models):
+    """By ratio: a prompt, the next turn, and the answers of one engine with empty caches for each of them.
+
+    The next turn is answered by a blend and by prefill.
+    """
+    with engine(models("llama")) as lab:
+        found = {}
+        for number, ratio in enumerate(RATIOS):
+            prompt, answers = Prompt(DOCUMENTS, seed=2000 + 10 * number), []
+            tokens = prompt.tokens
+            for _ in range(2):
+                lab.forget()
+                lab.learn(DOCUMENTS)
+                answers.append(answer(lab.ask(tokens, prompt.blend(ratio=ratio))))
+                turn, tokens = tokens, [*tokens, *answers[0], *words(40, 50)]
+            found[ratio] = prompt, turn, [*answers, answer(lab.vanilla(turn))]
+        return found
+
+
+@pytest.fixture(scope="module")
+def first(wanted, conversations, models, server):
     with engine(models("llama"), {"server": server.address}) as lab:
         yield lab
 
@@ -82,6 +102,21 @@ def test_documents_that_one_engine_has_learned_are_blended_by_the_other_from_mem
     documents = {key for document in DOCUMENTS for key in first.document_keys(document)}
     assert documents <= first.store.known_keys()
     assert held == len(documents), "there is one copy of each"
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_a_conversation_that_one_engine_has_begun_is_blended_anew_by_the_other(first, second, conversations, ratio):
+    """The blend of the first turn stays in its engine: the store has exact prefixes and documents."""
+    prompt, turn, answers = conversations[ratio]
+    first.learn(DOCUMENTS)
+    begun = first.ask(prompt.tokens, prompt.blend(ratio=ratio))
+    first.drop_backfills()  # Otherwise the other engine may load the first turn exactly.
+    blended, plain = (second.ask(turn, lmc) for lmc in (prompt.blend(ratio=ratio), {"blend": False}))
+    assert [answer(begun), blended["answer"], plain["answer"]] == answers
+    assert blended["facts"]["reused_tokens"] == sum(map(len, DOCUMENTS))
+    assert "continued_tokens" not in blended["facts"]
+    assert plain["facts"] == {}
+    assert ratio or blended["answer"] != plain["answer"], "the control: blind reuse is seen in the answer"
 
 
 def test_pages_that_one_engine_has_computed_are_loaded_by_the_other(first, second, wanted):
