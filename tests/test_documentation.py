@@ -25,7 +25,12 @@ from lmc.config.settings import Settings
 from lmc.connectors.vllm.model_kinds import TESTED
 
 ROOT = Path(__file__).parents[1]
-PAGES = {"README": "README.md", "benchmarks": "docs/benchmarks.md", "scale": "docs/scale.md"}
+PAGES = {
+    "README": "README.md",
+    "benchmarks": "docs/benchmarks.md",
+    "scale": "docs/scale.md",
+    "your-rag-app": "docs/your-rag-app.md",
+}
 SCALES = 1, 100, 1000  # a share in percent, seconds in milliseconds
 
 
