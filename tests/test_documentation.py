@@ -29,6 +29,7 @@ PAGES = {
     "README": "README.md",
     "benchmarks": "docs/benchmarks.md",
     "scale": "docs/scale.md",
+    "fusion": "docs/fusion.md",
     "your-rag-app": "docs/your-rag-app.md",
 }
 SCALES = 1, 100, 1000  # a share in percent, seconds in milliseconds
@@ -90,7 +91,7 @@ def test_the_numbers_of_the_tables_are_those_that_were_kept(name: str) -> None:
         assert row in rows, f"{page.name} has no such row: {row}"
         values = [value for place in places for value in results(place)]
         assert values, f"{places} have no numbers: {row}"
-        for number in re.findall(r"\d+(?:\.\d+)?", " ".join(row.split(" | ")[1:])):
+        for number in re.findall(r"-?\d+(?:\.\d+)?", " ".join(row.split(" | ")[1:])):
             digits = len(number.partition(".")[2])
             rounded = {round(value * scale, digits) for value in values for scale in SCALES}
             assert float(number) in rounded, f"{number} is not in {places}: {row}"
