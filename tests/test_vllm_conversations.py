@@ -61,7 +61,8 @@ def test_a_later_turn_goes_on_from_the_blend_and_from_the_answer(lab: Lab) -> No
     assert lab.look(request) == cached
     assert lab.admit(request) == 0
     lab.compute(request, len(turn) - cached)
-    assert lab.finish(request) == {"continued_tokens": cached - BLOCK}  # One block of system text is exact.
+    exact = BLOCK  # of the system text
+    assert lab.finish(request) == {"continued_tokens": cached - exact, "found_documents": {"separators": 2}}
     assert (approximate(lab), lab.scheduler.counts["blends_continued"]) == (1, 1)
 
 
@@ -417,7 +418,7 @@ def test_a_later_turn_revises_the_blend_in_copies_of_its_blocks(request, name) -
     assert max(piece.stop for piece in job.own) == cached, "what follows is computed"
     assert job.policy == state_of(lab, "second").policy
     assert turn[job.question :] == NEXT, "the questions before have been asked"
-    assert ended(lab, asking) == {"continued_tokens": cached - BLOCK}
+    assert ended(lab, asking)["continued_tokens"] == cached - BLOCK
     assert lab.scheduler.counts["blends"] == lab.scheduler.counts["blends_continued"] == 1
     lab.check()
 
@@ -575,7 +576,7 @@ def test_another_question_about_the_same_documents_revises_the_blend(request, na
     assert max(piece.stop for piece in job.own) == shared, "what follows is computed"
     assert [turn[at] for piece in job.own if not piece.exact for at in range(piece.at, piece.stop)] == [*DOC_A, *DOC_B]
     assert turn[job.question :] == turn[shared:]
-    assert ended(lab, asking) == {"continued_tokens": shared - BLOCK}
+    assert ended(lab, asking)["continued_tokens"] == shared - BLOCK
     again = lab.arrive("again", turn)
     assert lab.look(again) == len(turn) // BLOCK * BLOCK, "a retry shares what the revision has computed"
     lab.finish(again)

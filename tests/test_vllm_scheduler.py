@@ -46,6 +46,7 @@ from lmc.connectors.vllm.scheduler.idle import MAX_PAUSE_SECONDS
 from lmc.connectors.vllm.scheduler.request_state import Role
 from lmc.connectors.vllm.scheduler.scheduler import MAX_LEARN_SECONDS
 from lmc.documents.finder import DocumentFinder
+from lmc.documents.repeats import NAME as REPEATED
 from lmc.engine import CacheEngine, DocumentMatch, NewChunk, promotion
 from lmc.engine.identity import adapter_stamp
 from lmc.errors import ConfigError
@@ -460,7 +461,8 @@ def test_without_blending_documents_in_another_order_are_computed_and_the_same_p
     lab.forget_prefixes()
     other = lab.serve("other", prompt(DOC_B, DOC_A))
     wanted = 4 + len(DOC_A) + len(DOC_B) if blends else 4  # blocks of the system text
-    assert other.facts == {"exact_tokens": 4, "tokens_from": {"host": wanted}}
+    reused = {name: fact for name, fact in other.facts.items() if name != "found_documents"}
+    assert reused == {"exact_tokens": 4, "tokens_from": {"host": wanted}}
 
 
 def test_an_end_that_a_stored_chunk_serves_takes_no_slot(make):
@@ -1318,6 +1320,9 @@ def test_kinds_of_learning_never_mix(make):
 # -- documents anywhere -----------------------------------------------------------------------------------------------
 
 LONG = [1000 + i for i in range(100)]
+CHARACTERS = SimpleNamespace(
+    encode=lambda text: list(map(ord, text)), decode=lambda tokens: "".join(map(chr, tokens))
+)  # a tokenizer
 
 
 @pytest.fixture
@@ -1347,9 +1352,38 @@ def test_a_known_document_is_reused_without_separators(knowing):
     lab = knowing()
     pieces, request = blended(lab, "one", [*SYSTEM, *LONG, *QUESTION])
     assert pieces == [(5 + at, min(CHUNK, 100 - at), at) for at in range(0, 100, CHUNK)]
-    assert request.facts["found_documents"] == 1
+    assert request.facts["found_documents"] == {"known": 1}
     assert (lab.scheduler.counts["blends"], lab.scheduler.counts["documents_known"]) == (1, 1)
     assert lab.engine.known.list()[0].uses == 1
+
+
+def test_a_response_says_how_the_documents_of_a_prompt_were_found(knowing):
+    lab = knowing()
+    repeated = [2000 + i for i in range(100)]
+    lab.serve("repeated", repeated, {"learn": True, "name": REPEATED})
+    learn(lab, DOC_A)
+    documents = [*LONG, *repeated[10:90], *SEPARATOR, *DOC_A, *SEPARATOR, *DOC_B]
+    _, request = blended(lab, "one", [*SYSTEM, *documents, *SEPARATOR, *QUESTION])
+    assert request.facts["found_documents"] == {"known": 1, "repeated": 1, "separators": 1}
+    assert request.facts["unknown_documents"] == 1
+    assert lab.scheduler.recent["one"] == request.facts
+
+
+def test_documents_that_a_request_names_count_as_found_by_it(knowing):
+    """Given as a text, a document lacks its ends, and becomes the known one: it is still found by the request."""
+    lab = knowing(tokenizer=CHARACTERS)
+    text, positions = "".join(map(chr, LONG)), [5, 5 + len(LONG)]
+    for name, given in (("text", text), ("positions", positions)):
+        _, request = blended(lab, name, [*SYSTEM, *LONG, *QUESTION], {"documents": [given]})
+        assert request.facts["found_documents"] == {"request": 1}
+        lab.forget_prefixes()
+
+
+@pytest.mark.parametrize("lmc", [{"blend": False}, {"learn": True}], ids=["exact", "learn"])
+def test_a_request_that_is_not_blended_reports_no_found_documents(knowing, lmc):
+    lab = knowing()
+    request = lab.serve("one", [*SYSTEM, *SEPARATOR, *DOC_A, *SEPARATOR, *LONG, *QUESTION], lmc)
+    assert "found_documents" not in (lab.scheduler.recent[request.request_id] or {})
 
 
 @pytest.mark.parametrize(("first", "stop"), [(0, 64), (3, 70), (8, 80), (13, 97), (36, 100)])
@@ -1811,7 +1845,7 @@ def test_a_response_says_why_too_few_tokens_are_not_reused_and_nothing_where_the
     lab = make(settings={"blend_min_tokens": 100})
     learn(lab, DOC_A)
     said = "12 tokens of stored documents are fewer than blend_min_tokens=100"
-    assert lab.serve("few", prompt(DOC_A)).facts == {"note": said}
+    assert lab.serve("few", prompt(DOC_A)).facts == {"found_documents": {"separators": 1}, "note": said}
     assert lab.serve("no special string", [7] * 20).facts is None
     assert make(blends=False).serve("no blending", prompt(DOC_A)).facts is None
 

@@ -23,6 +23,7 @@ from lmc.blend.markers import Markers
 from lmc.blend.segments import Span, ends_with_result, texts
 from lmc.documents.finder import BLOCK, as_array, is_periodic, polynomials
 
+NAME = "(repeated)"  # name of documents that are learned because prompts repeat them
 WINDOW = BLOCK  # tokens of a window
 EVERY = 8  # At least one window in this number of consecutive windows has a fingerprint.
 NEAR = 2 * EVERY  # tokens by which a repeated text may be longer than it was found

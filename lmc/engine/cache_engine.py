@@ -27,11 +27,21 @@ from lmc.documents.keeper import DocumentKeeper, Keeper
 from lmc.documents.kept import KeptDocuments
 from lmc.documents.known import KnownDocument, KnownDocuments, document_bytes, document_label, parted_label
 from lmc.documents.learn_queue import LearnQueue, Unlearned
+from lmc.documents.repeats import NAME as REPEATED
 from lmc.documents.server import DocumentServer, FollowingEngine, LearningEngine
 from lmc.engine.index import BlockChain, CacheIndex, ExactChain, NewChunk, TokenChain, find_run
 from lmc.engine.names import Names
 from lmc.engine.pieces import Piece, trim
-from lmc.engine.planner import DocumentMatch, Match, Plan, blend_offer, choose_plan, computing, without_slow_blend
+from lmc.engine.planner import (
+    DocumentMatch,
+    FoundBy,
+    Match,
+    Plan,
+    blend_offer,
+    choose_plan,
+    computing,
+    without_slow_blend,
+)
 from lmc.engine.promotion import Promotion
 from lmc.engine.recall import Recall
 from lmc.engine.speeds import SpeedFile, processor_of, setup_of
@@ -121,14 +131,20 @@ class CacheEngine:
         return BlockChain(self.index, namespace, hashes, self.chunk_size, block_size, **self._of_pages)
 
     def documents(
-        self, prompt: Sequence[int], spans: Iterable[Span], salt: str = "", *, start: Span | None = None
+        self,
+        prompt: Sequence[int],
+        spans: Iterable[Span],
+        salt: str = "",
+        *,
+        start: Span | None = None,
+        found_by: FoundBy = FoundBy.SEPARATORS,
     ) -> tuple[DocumentMatch, ...]:
         """Return the documents of a prompt, not looked up yet. Raises `InputError` for a token that is not a uint32.
 
         The text at the `start` of a prompt may be a document without a separator before it. It is never learned.
         """
         namespace = self.namespace(RecordKind.DOCUMENT, salt)
-        found = [self._document(prompt, span, namespace) for span in spans]
+        found = [self._document(prompt, span, namespace, found_by=found_by) for span in spans]
         if start:
             start = Span(self._text_start(prompt), start.stop)
             found.insert(0, self._document(prompt, start, namespace, learnable=False))
@@ -155,6 +171,8 @@ class CacheEngine:
             same = next((run for run in _near(document, by_start) if _is_same(document, run)), None)
             if same is None:
                 kept.append(document)
+            else:
+                by_start[same.span.start] = replace(same, found_by=document.found_by)
         return tuple(sorted((*kept, *by_start.values()), key=lambda one: one.span.start))
 
     def _run(self, prompt: Sequence[int], run: FoundRun[KnownDocument]) -> DocumentMatch:
@@ -167,7 +185,9 @@ class CacheEngine:
         bounds = [(number * size, min((number + 1) * size, len(document.tokens))) for number in chunks]
         exact = not run.first and self._is_where_learned(prompt, start)
         pieces = self._pieces(start, document.keys[chunks.start : chunks.stop], bounds, exact=exact)
-        return DocumentMatch(span=span, pieces=tuple(trim(pieces, span.start, span.stop)), known=document)
+        found_by = FoundBy.REPEATED if document.name == REPEATED else FoundBy.KNOWN
+        pieces = trim(pieces, span.start, span.stop)
+        return DocumentMatch(span=span, pieces=tuple(pieces), known=document, found_by=found_by)
 
     def _chunks_of(self, run: FoundRun[KnownDocument]) -> range:
         """Return the indices of the document's chunks that have tokens of a run."""
@@ -204,12 +224,18 @@ class CacheEngine:
         return int(bool(self.prefix) and prompt[0] == self.prefix[0])
 
     def _document(
-        self, prompt: Sequence[int], span: Span, namespace: bytes, *, learnable: bool = True
+        self,
+        prompt: Sequence[int],
+        span: Span,
+        namespace: bytes,
+        *,
+        learnable: bool = True,
+        found_by: FoundBy = FoundBy.SEPARATORS,
     ) -> DocumentMatch:
         keys = self.document_keys(prompt[span.start : span.stop], namespace)
         bounds = chunk_bounds(len(span), self.chunk_size)
         pieces = self._pieces(span.start, keys, bounds, exact=self._is_where_learned(prompt, span.start))
-        return DocumentMatch(span=span, pieces=tuple(pieces), learnable=learnable)
+        return DocumentMatch(span=span, pieces=tuple(pieces), learnable=learnable, found_by=found_by)
 
     def _is_where_learned(self, prompt: Sequence[int], start: int) -> bool:
         """Return whether a document that begins at position `start` comes after the tokens at which it was learned."""

@@ -9,6 +9,7 @@ take longer than prefill, it uses only the exact part.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import dropwhile, takewhile
 
 from lmc.blend.segments import Span
@@ -16,6 +17,15 @@ from lmc.documents.known import KnownDocument
 from lmc.engine.pieces import AT_HAND, OWN, Piece, trim, up_to_end
 from lmc.keys import ChunkKey
 from lmc.storage.cost_model import BlendOffer, CostModel, LoadPolicy, Offer
+
+
+class FoundBy(StrEnum):
+    """How a document of a prompt was found."""
+
+    SEPARATORS = "separators"
+    REQUEST = "request"  # The request names its documents, as texts or as positions.
+    KNOWN = "known"  # Its tokens are equal to those of a known document, or of a part of one.
+    REPEATED = "repeated"  # The same, and the document was learned because prompts repeat it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +36,7 @@ class DocumentMatch:
     pieces: tuple[Piece, ...]  # all chunks of the span, stored or not
     learnable: bool = True  # False for text that may not be a document
     known: KnownDocument | None = None  # the document to which tokens were found equal, token by token
+    found_by: FoundBy = FoundBy.SEPARATORS
 
     @property
     def tokens(self) -> int:

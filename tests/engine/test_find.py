@@ -35,6 +35,7 @@ def test_at_ratio_1_found_documents_give_full_prefill(lab, name, strategy):
     tokens, reused, wanted = asked(lab, name)
     found = lab.ask(tokens, {"strategy": strategy, "ratio": 1.0})
     assert facts(found)["reused_tokens"] == reused
+    assert facts(found)["found_documents"] == {"known": sum(len(part) > 9 for part in PARTS[name])}
     assert answer(found) == answer(wanted)
     assert distance(found, wanted) <= SAME
     lab.check()

@@ -95,7 +95,9 @@ def test_repeated_text_that_was_evicted_is_learned_again(lab, texts, encode):
     lab.forget_prefixes()
     lab.forget_pages()
     there = sum(len(encode(texts[number])) for number in (1, 2, 3))
-    assert facts(ask(lab, encode(prompt(texts, (1, 2, 3), 9))))["reused_tokens"] >= 0.9 * there
+    found = facts(ask(lab, encode(prompt(texts, (1, 2, 3), 9))))
+    assert found["reused_tokens"] >= 0.9 * there
+    assert found["found_documents"].keys() == {"repeated"}
     lab.check()
 
 

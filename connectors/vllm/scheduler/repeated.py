@@ -11,11 +11,10 @@ from lmc.connectors.vllm.scheduler.kv_groups import KVGroups
 from lmc.connectors.vllm.scheduler.request_state import RequestState
 from lmc.connectors.vllm.scheduler.roles import Roles
 from lmc.connectors.vllm.start import Setup
-from lmc.documents.repeats import MIN_LEARNED, LineEnds, Repeats, to_learn
+from lmc.documents.repeats import MIN_LEARNED, NAME, LineEnds, Repeats, to_learn
 from lmc.engine import DocumentMatch, Plan
 from lmc.keys import RecordKind, check_tokens
 
-NAME = "(repeated)"  # name of documents that are learned because prompts repeat them
 SHARE = 0.1  # share of the time in which such documents may be learned
 MAX_SECONDS = 30.0  # of learning that may be saved up: five minutes' share
 SLOW = 1e-3  # seconds per token, as long as no prefill was measured

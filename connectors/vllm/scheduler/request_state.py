@@ -208,6 +208,18 @@ class RequestState:
         stamp = self.stamp
         return stamp.on(self.request.block_hashes, has_images=bool(stamp.of_images and self.request.mm_features))
 
+    @property
+    def is_searched(self) -> bool:
+        """Whether the request's documents are looked up in the store, to reuse them."""
+        return self.role is Role.BLEND and not self.request.skip_reading_prefix_cache
+
+    @property
+    def stored_documents(self) -> list[DocumentMatch]:
+        """The documents of a prompt that need not be learned; known only once they were looked up."""
+        unknown = {document.span for document in self.learning.unknown}
+        stored = [document for document in self.documents if document.learnable and document.span not in unknown]
+        return stored if self.is_searched else []
+
     def add_note(self, text: str) -> None:
         """Append a text to the note of the response; an empty text adds nothing."""
         self.note = "; ".join(filter(None, (self.note, text)))
@@ -238,7 +250,7 @@ class RequestState:
             "tokens_from": dict(self.sources),
             "skipped_tokens": self.chunks.skipped,
             "continued_tokens": self.continued,
-            "found_documents": sum(document.known is not None for document in self.documents),
+            "found_documents": dict(Counter(document.found_by.value for document in self.stored_documents)),
             "unknown_documents": len(self.learning.unknown),
             "note": self.note,
         }

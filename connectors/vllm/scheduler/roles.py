@@ -17,6 +17,7 @@ from lmc.blend.turn_headers import occurrences
 from lmc.connectors.vllm.scheduler.request_options import Options
 from lmc.connectors.vllm.scheduler.request_state import RequestState, Role
 from lmc.connectors.vllm.start import Setup
+from lmc.engine import FoundBy
 from lmc.errors import ConfigError, InputError
 from lmc.keys import check_tokens
 
@@ -100,6 +101,7 @@ class Roles:
     def _find_documents(self, state: RequestState, options: Options, prompt: "array[int]") -> None:
         start: Span | None = None
         spans: tuple[Span, ...] | None = None
+        found_by = FoundBy.SEPARATORS if options.documents is None else FoundBy.REQUEST
         if options.documents is not None:
             spans = self._spans_of(state, options.documents, prompt)
             state.question = spans[-1].stop if spans else 0
@@ -109,7 +111,7 @@ class Roles:
             if options.learn and not state.question:  # Without separators, the prompt is one document.
                 spans = (self._setup.engine.document_span(prompt),)
         engine, start = self._setup.engine, None if options.learn else start
-        state.documents = engine.documents(prompt, spans, state.salt, start=start)
+        state.documents = engine.documents(prompt, spans, state.salt, start=start, found_by=found_by)
         by_text = any(isinstance(given, str) for given in options.documents or ())
         if self._setup.blends and options.blend and not options.learn and (options.documents is None or by_text):
             state.documents = engine.with_known(prompt, state.documents, state.salt)

@@ -308,13 +308,10 @@ class Scheduler:
             self._forget(state)
         if not state.scheduled:  # The engine does not cache the blocks of a blend before it computes the next token.
             self._follow_ups.forget(state)
-        looked = state.role is Role.BLEND and not request.skip_reading_prefix_cache
-        if looked and request.num_computed_tokens:
-            documents = [one for one in state.documents if one.learnable]
-            unknown = {one.span for one in state.learning.unknown}
-            stored = [one for one in documents if one.span not in unknown]
+        if state.is_searched and request.num_computed_tokens:
+            stored = state.stored_documents
             self.counts["documents_known"] += len(stored)
-            self.counts["documents_unknown"] += len(documents) - len(stored)
+            self.counts["documents_unknown"] += sum(one.learnable for one in state.documents) - len(stored)
             self.engine.note(request.prompt_token_ids, stored, state.salt, used=True)
         # Nothing is learned for a request that never ran, because the engine may be asleep without its weights.
         if self._setup.settings.blend_learn and state.learning.allowed and request.num_computed_tokens:
@@ -626,9 +623,11 @@ class Scheduler:
         seconds = self._setup.clock() - state.loading_since
         self._observed[key("load_seconds", (state.mode,))].append(seconds)
         if self._setup.trace is not None:
-            facts = state.facts() or {}
-            facts |= {f"tokens_from.{place}": count for place, count in state.sources.items()}
-            plain = {f"lmc.{name}": fact for name, fact in facts.items() if isinstance(fact, str | int | float)}
+            plain: dict[str, object] = {}
+            for name, fact in (state.facts() or {}).items():
+                counts = fact if isinstance(fact, dict) else {"": fact}
+                kinds = {f"lmc.{name}.{kind}".rstrip("."): count for kind, count in counts.items()}
+                plain |= {kind: count for kind, count in kinds.items() if isinstance(count, str | int | float)}
             now = time.time()
             self._setup.trace(state.request, f"lmc.{state.mode}", now - seconds, now, plain)
 
