@@ -33,12 +33,13 @@ from lmc.commands.administration import document_table
 from lmc.connectors.vllm.scheduler.admin import Administration, serve, serve_if_wanted
 from lmc.documents.escaped import as_json
 from lmc.documents.sources import name_of
-from lmc.errors import ConfigError, InputError
+from lmc.documents.table import Filter
+from lmc.errors import ConfigError, InputError, NotFound
 from lmc.http import client as http_client
 from lmc.http import server as http_server
 from lmc.http import timeouts
 from lmc.http.client import DocumentList, HttpClient, Refused, Unreachable, engine_client
-from lmc.keys import RecordKind
+from lmc.keys import LONGEST_NAME, RecordKind
 
 BLANK = 70  # a token of white space; all others are words
 
@@ -517,6 +518,35 @@ def test_no_request_renames_a_document(make):
     assert [one["name"] for one in found.documents.listed()["documents"]] == ["c.txt"]
 
 
+def test_a_document_is_found_by_each_of_its_names(make):
+    lab = make()
+    lab.serve("one", DOC_A, {"learn": True, "name": "a.txt\nb.txt"})
+    lab.serve("two", DOC_A, {"learn": True, "name": "c.txt"})
+    lab.serve("other", DOC_B, {"learn": True, "name": "d.txt"})
+    found, same = administration(lab).documents, ["a.txt", "b.txt", "c.txt"]
+    assert [(one["name"], one["names"]) for one in found.listed(only=Filter(name="b.t"))["documents"]] == [
+        ("a.txt", same)
+    ]
+    for name in same:
+        assert [one["tokens"] for one in found.show(name)["documents"]] == [len(DOC_A)]
+    with pytest.raises(NotFound):
+        found.show("a.txt\nb.txt")
+    assert found.change("c.txt", {"pinned": True, "add_names": "e.txt"})["documents"][0]["names"] == [*same, "e.txt"]
+    found.change("e.txt", {"name": "f.txt"})
+    with pytest.raises(NotFound):
+        found.show("b.txt")
+    assert len(found.remove("f.txt")["removed"]) == 1
+    assert [one["name"] for one in found.listed()["documents"]] == ["d.txt"]
+
+
+def test_names_beyond_the_longest_are_left_out_and_no_name_is_kept_twice(make):
+    lab = make()
+    for name in ("a.txt", "b.txt", "x" * LONGEST_NAME, "a.txt"):
+        lab.serve(f"learn {len(lab.scheduler.recent)}", DOC_A, {"learn": True, "name": name})
+    (document,) = lab.engine.known.list()
+    assert document.names == ["a.txt", "b.txt"]
+
+
 def test_a_request_that_forbids_blends_is_said_to(make):
     lab = make()
     learn(lab, DOC_A)
@@ -897,17 +927,18 @@ def test_control_characters_of_documents_and_their_names_are_shown_escaped(make)
 def test_a_list_of_documents_fits_into_80_columns():
     document = {
         "id": "0123456789abcdef", "name": "a/long/folder/with/a/long name of a file.md", "begins": "", "model": "m",
-        "tenant": "",
+        "tenant": "", "names": ["a/long/folder/with/a/long name of a file.md"],
         "tokens": 98_765, "places": ["host", "disk"], "uses": 1234, "used": 1.79e9, "pinned": True, "expires": 1.8e9,
     }  # fmt: skip
     screen = io.StringIO()
     name = "a/long/folder/with/a/long name.md (as JSON)"
-    listed = document, document | {"pinned": False, "expires": 0, "name": name}
+    other = document | {"pinned": False, "expires": 0}
+    listed = document, other | {"name": name}, other | {"names": ["a", "b"]}
     Console(file=screen, width=80).print(document_table(listed))
     lines = screen.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     for value in ("0123456789ab", "98765", "1234 ", "09-21 "):
-        assert screen.getvalue().count(value) == 2
-    assert len(lines) <= 5
-    for shown in ("a/long/fo… a file.md ", "a/long/fo… (as JSON) "):
+        assert screen.getvalue().count(value) == 3
+    assert len(lines) <= 6
+    for shown in ("a/long/fo… a file.md ", "a/long/fo… (as JSON) ", "a/long/fo… (2 names) "):
         assert shown in screen.getvalue()

@@ -180,6 +180,12 @@ def test_documents_are_found_by_their_name_and_by_the_first_digits_of_their_id(t
     known.rename(mine, "another")
     assert known.named("another", tenant) == [mine]
     assert mine not in known.named("2", tenant)
+    known.rename(mine, "first\nsecond\nthird")
+    known.rename(mine, "first\nthird")
+    found = {name: known.named(name, tenant) for name in ("another", "first", "second", "third", "first\nthird")}
+    assert [name for name, documents in found.items() if documents] == ["first", "third"]
+    known.remove([mine], "by a user")
+    assert known.named("third", tenant) == []
 
 
 @pytest.mark.parametrize("finds", [True, False])

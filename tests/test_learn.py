@@ -185,6 +185,7 @@ def test_files_as_they_are_in_the_wild_are_read_or_named(tmp_path: Path) -> None
     for kind in ("1 .pdf file", "1 .json file", "1 other file", "1 linked folder"):
         assert kind in unread
     assert "below/again.md (as b.TXT)" in repeated
+    assert [document.also for document in corpus.documents if document.also] == [("below/again.md",)]
 
 
 def test_json_as_it_is_in_the_wild_is_read_or_its_lines_are_named(tmp_path: Path) -> None:
@@ -453,6 +454,30 @@ def test_texts_are_also_learned_as_json_strings_and_a_run_without_the_option_cha
         assert r"owner of \"lamp\"\nTara ." in tokenizer.decode(document.tokens.tolist())
     (tmp_path / "d.jsonl").write_text(json.dumps(lines[0] | {"text": 'owner of "mug"\nTara .'}))
     assert run("--escaped") == (0, 2)
+
+
+def test_files_with_the_same_text_are_one_document_that_has_all_of_their_names(tmp_path: Path) -> None:
+    """The second file was left out: nothing had its name, so `documents show` and `remove` did not find it."""
+    texts = {"a.txt": 'owner of "lamp"\nTara .', "b.txt": "owner of flask Kai .", "c/a.txt": 'owner of "lamp"\nTara .'}
+    words = ["learn", tmp_path / "texts", "--model", MODEL, "--local-disk", tmp_path / "disk", "--escaped"]
+    words += ["--manifest", tmp_path / "learned.sqlite", "--json"]
+
+    def learned() -> int:
+        return int(json.loads(lmc(*words)[1])["learned"])
+
+    def names() -> list[list[str]]:
+        settings = Settings.load({"enable_blending": True, "local_disk": tmp_path / "disk"})
+        with CachedModel.load(MODEL, settings)[0] as cached:
+            cached.engine.recall.wait()
+            return sorted(document.names for document in cached.engine.known.list())
+
+    for name, text in texts.items():
+        (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "texts" / name).write_text(text)
+    assert (learned(), learned()) == (3, 0)
+    assert names() == [["a.txt", "c/a.txt"], ["a.txt (as JSON)", "c/a.txt (as JSON)"], ["b.txt"]]
+    (tmp_path / "texts" / "d.txt").write_text(texts["b.txt"])
+    assert (learned(), learned()) == (1, 0), "the server does not have this name yet"
 
 
 LLAMA_3_1 = (

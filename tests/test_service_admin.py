@@ -196,16 +196,18 @@ def test_a_server_is_only_checked_and_not_mended(service):
 
 def test_documents_of_all_engines_are_listed_and_those_of_a_name_shown(service):
     one, other = service.engine(), service.engine()
-    learn(one, A, name="a.txt")
+    learn(one, A, name="a.txt\nb.txt")
     learn(other, B, "t")
     found = {document["name"]: document for document in service.documents()}
     assert found["a.txt"] | {"id": "", "used": 0} == {
-        "id": "", "name": "a.txt", "tokens": 20, "begins": " ".join(map(str, A)), "places": ["host"], "uses": 0,
+        "id": "", "name": "a.txt", "names": ["a.txt", "b.txt"], "tokens": 20,
+        "begins": " ".join(map(str, A)), "places": ["host"], "uses": 0,
         "used": 0, "pinned": False, "expires": 0.0, "model": "", "tenant": "", "digest": tokens_digest(A),
     }  # fmt: skip
     assert found[""]["tenant"] == tenant_of("t")
-    (shown,) = service.ask("/v1/documents/a.txt")["documents"]
-    assert shown["text"] == " ".join(map(str, A))
+    for name in ("a.txt", "b.txt"):
+        (shown,) = service.ask(f"/v1/documents/{name}")["documents"]
+        assert shown["text"] == " ".join(map(str, A))
     code, out, _ = lmc("documents", "list", "--url", service.url)
     assert (code, "a.txt" in out, "2 of 2 documents" in out) == (0, True, True)
 

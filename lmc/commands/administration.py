@@ -145,11 +145,9 @@ def show(name: Name, url: Address = ADMIN_URL, as_json: AsJson = False) -> None:
             f"used {counted(document['uses'], 'time')}",
             _stays(document),
         )
+        names = ", ".join(printable(one) for one in document["names"])
         console().print(
-            Text(
-                f"{document['id']} {printable(document['name'])}\n{', '.join(filter(None, facts))}\n\n"
-                f"{printable(document['text'])}\n"
-            )
+            Text(f"{document['id']} {names}\n{', '.join(filter(None, facts))}\n\n{printable(document['text'])}\n")
         )
 
 
@@ -215,9 +213,10 @@ def document_table(documents: Sequence[dict[str, Any]]) -> Table:
 
 
 def _row(document: dict[str, Any]) -> list[str]:
+    name, names = " ".join((document["name"] or document["begins"]).split()), len(document["names"])
     return [
         document["id"][:SHOWN_ID_DIGITS],
-        printable(" ".join((document["name"] or document["begins"]).split())),
+        printable(f"{name} ({names} names)" if names > 1 else name),
         document["model"],
         document["tenant"][:SHOWN_TENANT_DIGITS],
         str(document["tokens"]),

@@ -9,6 +9,7 @@ import numpy as np
 from lmc.background import Background
 from lmc.documents.keeper import DocumentKeeper
 from lmc.documents.known import PREVIEW_CHARACTERS, KnownDocument, KnownDocuments
+from lmc.documents.names import joined_names, names_in
 from lmc.documents.table import ALL, Filter, Use
 from lmc.errors import InputError, NotFound
 from lmc.keys import LONGEST_NAME, MAX_TTL_SECONDS, tokens_digest
@@ -96,14 +97,17 @@ class DocumentAdmin:
     def change(self, name: str, changes: Facts, tenant: str | None = None) -> Facts:
         """Pin documents (`pinned`: true or false), set their time limit (`ttl`: seconds, or null), or `name` them.
 
-        Raises `InputError` as `show` does, and if the pin quota is exceeded.
+        A `name` replaces all names, and `add_names` adds some, each on a line. Raises `InputError` as `show` does, and
+        if the pin quota is exceeded.
         """
-        pinned, ttl, title = changes.get("pinned"), changes.get("ttl"), changes.get("name", "")
+        pinned, ttl = changes.get("pinned"), changes.get("ttl")
+        title, added = changes.get("name", ""), changes.get("add_names", "")
         valid_ttl = isinstance(ttl, int | float) and not isinstance(ttl, bool) and 0 < ttl < MAX_TTL_SECONDS
-        valid_name = isinstance(title, str) and len(title) <= LONGEST_NAME
+        valid_name = all(isinstance(name, str) and len(name) <= LONGEST_NAME for name in (title, added))
         valid = isinstance(pinned, bool | None) and (ttl is None or valid_ttl) and valid_name
-        if not valid or not changes.keys() <= {"pinned", "ttl", "name"}:
-            fields = f"pinned (true or false), ttl (seconds above 0, or null), name (up to {LONGEST_NAME} characters)"
+        if not valid or not changes.keys() <= {"pinned", "ttl", "name", "add_names"}:
+            names = f"name or add_names (up to {LONGEST_NAME} characters)"
+            fields = f"pinned (true or false), ttl (seconds above 0, or null), {names}"
             raise InputError(f"invalid change of documents {dict(changes)}: use only {fields}")
         matches = self._find(name, tenant)
         for source, documents in _by_source([(match.sources[0], match.known) for match in matches]):
@@ -111,9 +115,10 @@ class DocumentAdmin:
                 (source.keeper.pin if pinned else source.keeper.unpin)(documents)
             if "ttl" in changes:
                 source.keeper.expire(documents, ttl)
-            if title:
+            if title or added:
                 for document in documents:
-                    source.known.rename(document, title)
+                    names = names_in(title) or document.names
+                    source.known.rename(document, joined_names([*names, *names_in(added)]))
                 source.keeper.renamed(documents)
         if not (changed := self._matches(match.known for match in matches)):
             raise NotFound(f"document {name!r} was removed in the meantime")
@@ -182,7 +187,8 @@ class DocumentAdmin:
         places = (place for source in match.sources for place in source.store.copies(document.keys))
         return {
             "id": document.id,
-            "name": document.name,
+            "name": next(iter(document.names), ""),
+            "names": document.names,
             "tokens": len(document.tokens),
             "begins": begins,
             "places": list(dict.fromkeys(places)),

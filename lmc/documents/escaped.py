@@ -43,7 +43,7 @@ def with_escaped(documents: Sequence[Document]) -> Iterator[Document]:
     for document in documents:
         yield document
         if (text := as_json(document.text)) != document.text:
-            yield Document(f"{document.id}{AS_JSON}", text)
+            yield document.changed(text, AS_JSON)
 
 
 def escapes_tool_results(render: Callable[[Sequence[dict[str, Any]]], str]) -> bool:

@@ -22,6 +22,7 @@ import numpy as np
 from lmc.background import Background
 from lmc.documents.by_chunk import DocumentsByChunk
 from lmc.documents.finder import WHOLE, DocumentFinder, FoundRun, without_overlaps
+from lmc.documents.names import joined_names, names_in
 from lmc.documents.table import ALL, DocumentTable, Filter, Ids, Use, id_number
 from lmc.keys import ChunkKey, chunk_bounds
 from lmc.shapes import GIB, KVShape, aligned
@@ -52,7 +53,7 @@ class KnownDocument:
     uses: int = 0
     removed: str = ""  # why it was removed; empty if it was not; a removed document may be learned again
     used: float = field(default_factory=time.time)  # when it was last learned or used, in seconds since 1970
-    name: str = ""  # name for users; several documents may have the same one
+    name: str = ""  # names for users, one on each line; several documents may have the same one
     begins: str = ""  # its first characters, set by the first list that shows them
     model: str = ""  # the model's name, for users
     tenant: str = ""  # digest of the cache salt
@@ -65,6 +66,11 @@ class KnownDocument:
     def id(self) -> str:
         """The key of its last chunk, which covers all of its tokens and its namespace."""
         return self.keys[-1].hex()
+
+    @property
+    def names(self) -> list[str]:
+        """Its names for users."""
+        return names_in(self.name)
 
     @property
     def kept(self) -> bool:
@@ -118,7 +124,7 @@ class KnownDocuments:
         model: str = "",
         tenant: str = "",
     ) -> KnownDocument:
-        """Record that a document was learned, or `used` by a prompt, and return it. One without a name gets `name`."""
+        """Record that a document was learned, or `used` by a prompt, and return it. It also gets `name`."""
         with self._mutex:
             was_known = keys[-1] in self._documents
             document = self._noted(namespace, tokens, keys, name, model, tenant)
@@ -246,7 +252,7 @@ class KnownDocuments:
         if tenant is None:
             with self._mutex:
                 return self._table.named(name)
-        return [one for one in self._background.gently(self.list(tenant)) if one.name == name and not one.removed]
+        return [one for one in self._background.gently(self.list(tenant)) if name in one.names and not one.removed]
 
     def with_digits(self, digits: str, tenant: str | None = None) -> Sequence[KnownDocument]:
         """Return the documents whose id begins with these digits, of all tenants or of one, without removed ones."""
@@ -259,7 +265,7 @@ class KnownDocuments:
         return [document for document in documents if document.id.startswith(digits) and not document.removed]
 
     def rename(self, document: KnownDocument, name: str) -> None:
-        """Give a document a name."""
+        """Give a document a name instead of those that it has, or several ones, each on a line."""
         with self._mutex:
             document.name = name
             if self._documents.get(document.keys[-1]) is document:
@@ -353,7 +359,8 @@ class KnownDocuments:
             self._by_tenant[""].pop(keys[-1])
             document.model, document.tenant = model, tenant
             self._by_tenant.setdefault(tenant, {})[keys[-1]] = document
-        document.name = document.name or name
+        if name and name != document.name:
+            document.name = joined_names([*document.names, *names_in(name)])
         return document
 
     def _forget_oldest(self, newest: KnownDocument) -> None:

@@ -11,6 +11,7 @@ from hashlib import sha256
 from pathlib import Path, PurePath
 from typing import Any
 
+from lmc.documents.names import joined_names
 from lmc.errors import InputError
 from lmc.terminal import all_of, counted, some_of
 
@@ -23,15 +24,25 @@ DEFAULT_ID = "id"  # field of a JSON object with the document's id; objects with
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text with an id that is unique in its source."""
+    """A text with an id that is unique in its source. Other files of the source may have the same text."""
 
     id: str
     text: str
+    also: tuple[str, ...] = ()  # ids of others with this text
+
+    @property
+    def name(self) -> str:
+        """All ids of the text, as the name of a known document."""
+        return joined_names((self.id, *self.also))
 
     @property
     def digest(self) -> str:
         """The SHA-256 of the text."""
         return sha256(self.text.encode()).hexdigest()
+
+    def changed(self, text: str, ending: str) -> "Document":
+        """Return a document with another text, and with `ending` at the end of each id."""
+        return Document(f"{self.id}{ending}", text, tuple(f"{name}{ending}" for name in self.also))
 
 
 @dataclass(slots=True)
@@ -96,8 +107,8 @@ class _Reader:
         self._id_field, self._text_field, self._keeps_crlf = id_field, text_field, keeps_crlf
         self._corpus = Corpus()
         self._ids: dict[str, int] = {}  # id -> the last number that was appended to it
-        self._first_ids: dict[str, str] = {}  # text -> id
-        self._copies: list[str] = []  # documents whose text has another id
+        self._names: dict[str, dict[str, str]] = {}  # text -> the names that it was read with -> their ids
+        self._copies: list[str] = []  # ids whose text has another id before
         self._unread: Counter[str] = Counter()  # kind of file -> number of files that were left out
 
     def finish(self) -> Corpus:
@@ -107,8 +118,11 @@ class _Reader:
             kinds = ", ".join(counted(count, kind) for kind, count in sorted(self._unread.items()))
             notes.append(f"not read: {kinds}; --glob of lmc learn and lmc size chooses files")
         if self._copies:
-            notes.append(f"{all_of(len(self._copies), 'repeated text')} left out: {some_of(self._copies)}")
+            notes.append(f"{all_of(len(self._copies), 'repeated text')} learned once: {some_of(self._copies)}")
         self._corpus.notes = notes
+        for text, names in self._names.items():
+            first, *others = names.values()
+            self._corpus.documents.append(Document(first, text, tuple(others)))
         return self._corpus
 
     def add_folder(self, folder: Path, patterns: Sequence[str]) -> None:
@@ -206,8 +220,10 @@ class _Reader:
         text = text.strip()
         if not text:
             return
-        if text in self._first_ids:
-            self._copies.append(f"{name} (as {self._first_ids[text]})")
+        names = self._names.setdefault(text, {})
+        if names:
+            self._copies.append(f"{name} (as {next(iter(names.values()))})")
+        if name in names:
             return
         unique, number = name, self._ids.get(name, 1)
         while unique in self._ids:  # Parts of a file often have the name of the file.
@@ -215,8 +231,7 @@ class _Reader:
             unique = f"{name} ({number})"
         self._ids[name] = number
         self._ids.setdefault(unique, 1)
-        self._first_ids[text] = unique
-        self._corpus.documents.append(Document(unique, text))
+        names[name] = unique
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:

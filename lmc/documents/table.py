@@ -12,6 +12,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from lmc.documents.names import names_in
 from lmc.errors import InputError
 
 PLACE_DIGITS = 12  # digits of an id in the text of a `Use`; they decide only between uses at the same time
@@ -26,7 +27,7 @@ class Listable(Protocol):
     """What the table needs to know about a document."""
 
     row: int  # set by the table
-    name: str
+    name: str  # its names, one on each line
     model: str
     tenant: str
     used: float  # seconds since 1970
@@ -96,7 +97,10 @@ class DocumentTable(Generic[D]):
         self._free: list[int] = []  # rows
         self._times = np.full(64, FREE)  # of the last use
         self._ids = np.zeros(64, np.uint64)  # the first digits
-        self._names = np.zeros(64, np.int64)  # hashes
+        self._names = np.zeros(64, np.int64)  # hashes of the first name
+        # Few documents have other names.
+        self._others: dict[int, list[str]] = {}  # by row
+        self._rows_by_other: dict[str, set[int]] = {}
         self._owners = np.zeros(64, np.int64)  # hashes of model and tenant
 
     def add(self, document: D) -> None:
@@ -119,11 +123,26 @@ class DocumentTable(Generic[D]):
         """Record that a document was used or removed, or that it has another name or owner."""
         row = document.row
         self._times[row] = REMOVED if document.removed else document.used
-        self._names[row], self._owners[row] = hash(document.name), hash((document.model, document.tenant))
+        first, *others = names_in(document.name) or [""]
+        self._names[row], self._owners[row] = hash(first), hash((document.model, document.tenant))
+        if others or row in self._others:
+            self._rename(row, others)
+
+    def _rename(self, row: int, others: list[str]) -> None:
+        """Record the names of a row's document after its first one."""
+        for name in self._others.pop(row, ()):
+            self._rows_by_other[name].discard(row)
+            if not self._rows_by_other[name]:
+                del self._rows_by_other[name]
+        if others:
+            self._others[row] = others
+        for name in others:
+            self._rows_by_other.setdefault(name, set()).add(row)
 
     def discard(self, document: D) -> None:
         """Remove a document."""
         self._documents[document.row], self._times[document.row] = None, FREE
+        self._rename(document.row, [])
         self._free.append(document.row)
 
     def count(self) -> int:
@@ -167,7 +186,9 @@ class DocumentTable(Generic[D]):
     def named(self, name: str) -> list[D]:
         """Return the documents with this name."""
         rows = np.flatnonzero((self._names == hash(name)) & np.isfinite(self._times))
-        return [document for document in self._at(rows) if document.name == name]
+        others = [row for row in self._rows_by_other.get(name, ()) if np.isfinite(self._times[row])]
+        documents = self._at(np.append(rows, np.array(others, np.int64)))
+        return [document for document in documents if name in names_in(document.name)]
 
     def with_digits(self, digits: str) -> list[D]:
         """Return the documents whose id begins with these hexadecimal digits."""

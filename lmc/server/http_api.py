@@ -47,6 +47,7 @@ class DocumentChange(BaseModel):
     pinned: bool | None = None
     ttl: Annotated[float, Field(gt=0, lt=MAX_TTL_SECONDS)] | None = None
     name: Annotated[str, Field(max_length=LONGEST_NAME)] = ""
+    add_names: Annotated[str, Field(max_length=LONGEST_NAME, description="more names, each on a line")] = ""
 
 
 class Owner(BaseModel):

@@ -13,7 +13,6 @@ from lmc.documents.sources import Document
 from lmc.errors import InputError
 from lmc.http.client import DocumentList, Refused, Unreachable, admin_client, vllm_client
 from lmc.http.prompts import plain_chat
-from lmc.keys import LONGEST_NAME
 from lmc.metrics import parted
 from lmc.storage.places import fastest_first
 
@@ -82,7 +81,7 @@ class ServerLearner:
         request = {
             "model": self.model,
             "max_tokens": 1,
-            "kv_transfer_params": {"lmc": {"learn": True, "name": document.id[:LONGEST_NAME]}},
+            "kv_transfer_params": {"lmc": {"learn": True, "name": document.name}},
             **({"messages": [{"role": "user", "content": text}]} if self._chat else {"prompt": text}),
             **({"cache_salt": self._salt} if self._salt else {}),
         }
@@ -112,7 +111,7 @@ class ServerLearner:
 
     def retain(self, document: Document, ids: Sequence[str], retention: Retention) -> None:
         """Pin the stored documents of a text, or set their time limit. Raises `InputError` if that is impossible."""
-        changes: dict[str, object] = {"name": document.id[:LONGEST_NAME]}
+        changes: dict[str, object] = {"add_names": document.name}
         changes |= ({"pinned": True} if retention.pinned else {}) | ({"ttl": retention.ttl} if retention.ttl else {})
         for name in ids:
             self._admin.ask(f"/v1/documents/{name}", changes, "PATCH")
@@ -186,9 +185,9 @@ class ModelLearner:
         connection = server.connection if server else 0
         try:
             for tokens in document_tokens(self._tokenizer.encode, self._cached.markers, self._separator, document.text):
-                computed += self._cached.learn(tokens, document.id[:LONGEST_NAME]) > 0
+                computed += self._cached.learn(tokens, document.name) > 0
                 views = engine.documents(tokens, [Span(0, len(tokens))], self._salt)
-                stored += engine.note(tokens, views, self._salt, name=document.id[:LONGEST_NAME])
+                stored += engine.note(tokens, views, self._salt, name=document.name)
             engine.store.flush()  # The manifest must not name a document that no tier has yet.
         except InputError as error:
             return Stored(failed=str(error))

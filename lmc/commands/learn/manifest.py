@@ -64,13 +64,14 @@ class Manifest:
         self._database.close()
 
     def has(self, document: Document) -> bool:
-        """Return whether this text was learned under this id."""
-        row = self._row(document)
-        return row is not None and row[0] == document.digest and document.id not in self._forgotten
+        """Return whether this text was learned under all of its ids."""
+        rows, digest = [self._row(name) for name in (document.id, *document.also)], document.digest
+        learned = all(row is not None and row[0] == digest for row in rows)
+        return learned and document.id not in self._forgotten
 
     def ids(self, document: Document) -> list[str]:
         """Return the ids under which a text was stored; empty if it was not learned."""
-        row = self._row(document)
+        row = self._row(document.id)
         return list(json.loads(row[1])) if row is not None else []
 
     def forget(self, documents: Iterable[Document]) -> None:
@@ -79,15 +80,16 @@ class Manifest:
 
     def add(self, document: Document, ids: Sequence[str]) -> None:
         """Record a text as stored, as the documents with these ids. Raises `InputError` if this fails."""
-        forgotten, row = [(name,) for name in self._forgotten], (document.id, document.digest, json.dumps(list(ids)))
+        forgotten, digest, stored = [(name,) for name in self._forgotten], document.digest, json.dumps(list(ids))
+        rows = [(name, digest, stored) for name in (document.id, *document.also)]
         with self._using(), transaction(self._database):
             self._database.executemany("DELETE FROM learned WHERE id = ?", forgotten)
-            self._database.execute("INSERT OR REPLACE INTO learned VALUES (?, ?, ?)", row)
+            self._database.executemany("INSERT OR REPLACE INTO learned VALUES (?, ?, ?)", rows)
         self._forgotten.clear()
 
-    def _row(self, document: Document) -> tuple[str, str] | None:
+    def _row(self, name: str) -> tuple[str, str] | None:
         with self._using():
-            found = self._database.execute("SELECT digest, documents FROM learned WHERE id = ?", (document.id,))
+            found = self._database.execute("SELECT digest, documents FROM learned WHERE id = ?", (name,))
             row: tuple[str, str] | None = found.fetchone()
             return row
 

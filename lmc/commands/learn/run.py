@@ -212,8 +212,8 @@ def cut(documents: Sequence[Document], learner: Learner) -> list[Document]:
     longest, parts = learner.longest(), list[Document]()
     for document in documents:
         texts = parts_of(document.text, longest, learner.tokens) if longest else [document.text]
-        names = [f"{document.id}, part {number}" for number in range(1, len(texts) + 1)]
-        parts += map(Document, names, texts) if len(texts) > 1 else [document]
+        cut_texts = [document.changed(part, f", part {number}") for number, part in enumerate(texts, 1)]
+        parts += cut_texts if len(texts) > 1 else [document]
     return parts
 
 
