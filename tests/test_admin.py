@@ -661,6 +661,21 @@ def test_documents_between_separators_are_named(make):
     ]
 
 
+def test_a_part_of_a_document_is_named_with_its_tokens(make, tmp_path):
+    lab = make(slots=80, longest=2048, blocks=256)
+    page = [1000 + i for i in range(500)]
+    lab.serve("learn", page, {"learn": True, "name": "handbook.md"})
+    asked = {"prompt": [*range(1, 9), *page[210:460], 5, 6, 7]}
+    found = administration(lab)
+    (part,) = found.explain(asked)["documents"]
+    assert (part["start"], part["stop"], part["name"], part["first"]) == (8, 258, "handbook.md", 210)
+    (tmp_path / "prompt.json").write_text(json.dumps(asked))
+    with endpoint(found) as address:
+        out = lmc("explain", tmp_path / "prompt.json", "--url", address)[1]
+    assert "document 1, 250 tokens from 8 on: reused from host" in out
+    assert "equal to tokens 210 to 460 of handbook.md" in out
+
+
 def test_a_document_that_is_escaped_as_json_is_named(advised):
     once = json.dumps({"content": NOTES})
     for text, known in ((once, (NOTES,)), (f"{OTHER}{once}", (NOTES, OTHER))):

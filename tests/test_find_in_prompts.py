@@ -68,12 +68,19 @@ ENDS = [
 ]  # fmt: skip
 
 
-def lost(tokenizer: Tokenizer, find: ModuleType) -> list[str]:
+SPECIAL_STRINGS = [" # # ", "# #", "<|doc|>", "[SEP]"]
+
+
+def lost(tokenizer: Tokenizer, find: ModuleType, special: str) -> list[str]:
     """Texts with a separator that is not found."""
     encode = functools.partial(find.tokens_of, tokenizer)
-    variants = separator_variants(encode, tokenizer.decode, " # # ")
-    texts = [form.format(a=a, b=b) for form in FORMS for a in ENDS for b in ENDS]
+    variants = separator_variants(encode, tokenizer.decode, special)
+    texts = [text for form in FORMS for text in texts_with(form, special)]
     return [text for text in texts if len(list(occurrences(encode(text), variants))) != 1]
+
+
+def texts_with(form: str, special: str) -> list[str]:
+    return [form.replace("# #", special.strip()).format(a=a, b=b) for a in ENDS for b in ENDS]
 
 
 def served(find: ModuleType, name: str) -> Tokenizer:
@@ -83,14 +90,41 @@ def served(find: ModuleType, name: str) -> Tokenizer:
     return Tokenizer.from_file(str(file))
 
 
-def test_separators_are_found_on_their_own_line_and_next_to_punctuation(find, trained) -> None:
-    assert lost(trained, find) == []
+@pytest.mark.parametrize("special", SPECIAL_STRINGS)
+def test_separators_are_found_on_their_own_line_and_next_to_punctuation(find, trained, special) -> None:
+    assert lost(trained, find, special) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("special", SPECIAL_STRINGS)
+@pytest.mark.parametrize("name", SERVED)
+def test_separators_are_found_with_the_tokenizers_of_served_models(find, name, special) -> None:
+    assert lost(served(find, name), find, special) == []
+
+
+def warned(tokenizer: Tokenizer, special: str, caplog: pytest.LogCaptureFixture) -> bool:
+    """Whether the engine's start warns that a separator may not be found, and names one that is."""
+    caplog.clear()
+    Markers.of(PreTrainedTokenizerFast(tokenizer_object=tokenizer), special)
+    return f"use ' {special} ', also in prompts" in caplog.text
+
+
+def test_a_tag_that_a_tokenizer_joins_with_the_next_word_is_named_at_the_start(find, caplog) -> None:
+    """`>The` is one token of many tokenizers, so that `<doc>` before `The` has no end of its own."""
+    joining = train([*ENDS, *["<b>The</b> <i>The</i> "] * 100])
+    texts = lost(joining, find, "<doc>")
+    assert texts == [text for form in FORMS for text in texts_with(form, "<doc>") if "<doc>The" in text]
+    assert warned(joining, "<doc>", caplog)
+    assert not warned(joining, "# #", caplog)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SERVED)
-def test_separators_are_found_with_the_tokenizers_of_served_models(find, name) -> None:
-    assert lost(served(find, name), find) == []
+def test_a_tag_that_is_lost_in_some_texts_is_named_at_the_start(find, name, caplog) -> None:
+    tokenizer = served(find, name)
+    texts = lost(tokenizer, find, "<doc>")
+    assert bool(texts) == warned(tokenizer, "<doc>", caplog) == (name != "gemma3")
+    assert all("<doc>The" in text for text in texts), "with a blank after it, it is found"
 
 
 def test_a_special_string_that_texts_swallow_is_named_at_the_start(trained, caplog) -> None:

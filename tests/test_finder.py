@@ -13,8 +13,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmc.documents.block_table import _Table
-from lmc.documents.finder import BLOCK, STRIDE, WHOLE, DocumentFinder, FoundRun, stored_without_overlaps
+from lmc.documents.finder import (
+    BLOCK,
+    MIN_RUNS,
+    RUN_TOKENS,
+    STRIDE,
+    WHOLE,
+    DocumentFinder,
+    FoundRun,
+    polynomials,
+    stored_without_overlaps,
+)
 from lmc.documents.finder import _equal as measured
+from lmc.documents.finder import _run_around as run_around
 from lmc.documents.known import KnownDocuments, known_bytes
 from lmc.keys import document_keys
 
@@ -157,6 +168,34 @@ def test_rows_that_are_alike_are_compared_only_around_their_hits(monkeypatch):
 
     assert places(knowing([Text.of(rows(1000))]), rows(500)) == []
     assert sum(compared) < 4 * 500 * 30
+
+
+@pytest.mark.parametrize("values", [1, 64])
+def test_blocks_with_equal_hashes_cost_a_bounded_number_of_comparisons_and_find_nothing_wrong(values, monkeypatch):
+    """Somebody might find texts whose hashes collide, although the base of the hashes is secret."""
+    compared = []
+
+    def collides(tokens, base):
+        return (polynomials(tokens, base) >> np.uint64(32)) % np.uint64(values) << np.uint64(32)
+
+    def counted(*pair):
+        compared.append(pair)
+        return run_around(*pair)
+
+    monkeypatch.setattr("lmc.documents.finder.polynomials", collides)
+    monkeypatch.setattr("lmc.documents.finder._run_around", counted)
+    dice = random.Random(12)
+    documents = texts(dice, 20)
+    finder = knowing(documents)
+    others = dice.choices(range(100_000), k=900)
+    prompt = [*others[:300], *documents[3].tokens, *others[300:600], *documents[11].tokens[100:350], *others[600:]]
+    found = places(finder, prompt)
+    assert 0 < len(compared) <= MIN_RUNS + len(prompt) // RUN_TOKENS
+    if values > 1:  # Otherwise only four blocks of all documents have a place in the table.
+        assert found == [(300, documents[3], 0, 400), (1000, documents[11], 100, 250)]
+    before = len(finder)
+    finder.remove(documents[3])
+    assert (len(finder), [one for _, one, *_ in places(finder, prompt) if one is documents[3]]) == (before - 1, [])
 
 
 def test_a_table_that_grows_moves_a_bounded_number_of_blocks_at_once(monkeypatch):

@@ -4,6 +4,7 @@ back.
 
 import itertools
 import random
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -1377,6 +1378,24 @@ def test_documents_that_a_request_names_count_as_found_by_it(knowing):
         _, request = blended(lab, name, [*SYSTEM, *LONG, *QUESTION], {"documents": [given]})
         assert request.facts["found_documents"] == {"request": 1}
         lab.forget_prefixes()
+
+
+def test_documents_learned_ahead_are_stored_once_also_if_requests_give_them_as_texts(knowing):
+    """In a prompt, the document's first token is joined with a blank before it: it was another document."""
+    joining = SimpleNamespace(
+        encode=lambda text: [ord(one[-1]) + 9000 * (len(one) - 1) for one in re.findall(r" ?\S|\s", text)],
+        decode=CHARACTERS.decode,
+    )
+    lab = knowing(tokenizer=joining)
+    text, other = "".join(map(chr, LONG)), "".join(chr(2000 + i) for i in range(100))
+    for number, given in enumerate((text, other)):
+        tokens = joining.encode(f"ab cd {given} ef gh")
+        assert tokens[4] == 9000 + ord(given[0])
+        pieces, request = blended(lab, f"{number}", tokens, {"documents": [given]})
+        lab.settle()
+        lab.forget_prefixes()
+        assert (bool(pieces), request.facts.get("unknown_documents", 0)) == (given is text, given is other)
+    assert sorted(len(document.tokens) for document in lab.engine.known.list()) == [99, 100]
 
 
 @pytest.mark.parametrize("lmc", [{"blend": False}, {"learn": True}], ids=["exact", "learn"])

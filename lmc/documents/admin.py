@@ -106,8 +106,8 @@ class DocumentAdmin:
         valid_name = all(isinstance(name, str) and len(name) <= LONGEST_NAME for name in (title, added))
         valid = isinstance(pinned, bool | None) and (ttl is None or valid_ttl) and valid_name
         if not valid or not changes.keys() <= {"pinned", "ttl", "name", "add_names"}:
-            names = f"name or add_names (up to {LONGEST_NAME} characters)"
-            fields = f"pinned (true or false), ttl (seconds above 0, or null), {names}"
+            of_names = f"name or add_names (up to {LONGEST_NAME} characters)"
+            fields = f"pinned (true or false), ttl (seconds above 0, or null), {of_names}"
             raise InputError(f"invalid change of documents {dict(changes)}: use only {fields}")
         matches = self._find(name, tenant)
         for source, documents in _by_source([(match.sources[0], match.known) for match in matches]):
