@@ -3,6 +3,7 @@ back.
 """
 
 import itertools
+import json
 import random
 import re
 import threading
@@ -1371,7 +1372,6 @@ def test_a_response_says_how_the_documents_of_a_prompt_were_found(knowing):
 
 
 def test_documents_that_a_request_names_count_as_found_by_it(knowing):
-    """Given as a text, a document lacks its ends, and becomes the known one: it is still found by the request."""
     lab = knowing(tokenizer=CHARACTERS)
     text, positions = "".join(map(chr, LONG)), [5, 5 + len(LONG)]
     for name, given in (("text", text), ("positions", positions)):
@@ -1395,7 +1395,26 @@ def test_documents_learned_ahead_are_stored_once_also_if_requests_give_them_as_t
         lab.settle()
         lab.forget_prefixes()
         assert (bool(pieces), request.facts.get("unknown_documents", 0)) == (given is text, given is other)
+        assert request.facts.get("found_documents", {}) == ({"request": 1} if given is text else {})
     assert sorted(len(document.tokens) for document in lab.engine.known.list()) == [99, 100]
+
+
+def test_the_note_gives_each_text_that_is_not_found_its_reason_within_a_bounded_length(make):
+    lab = make(tokenizer=CHARACTERS, longest=2048, blocks=128)
+    changed, escaped = "Ask Kai\nor Mara.", "Say 'no'\nto Tara."
+    tokens = list(map(ord, f"{' '.join(changed.split())} {json.dumps(escaped)} the end"))
+    note = lab.serve("three", tokens, {"documents": [changed, escaped, "Tara lives here", "the end"]}).facts["note"]
+    assert note == (
+        "lmc.documents: 3 of 4 texts were not found: "
+        "'Ask Kai\\nor Mara.': it has other white space in the prompt; "
+        "\"Say 'no'\\nto Tara.\": it is escaped as JSON in the prompt; "
+        "'Tara lives here': it is not in the prompt"
+    )
+    many = [f"{number}{'x' * 100}" for number in range(20)]
+    note = lab.serve("many", tokens, {"documents": many}).facts["note"]
+    assert note.count("it is not in the prompt") == roles.MAX_NAMED
+    assert note.endswith(f"; and {20 - roles.MAX_NAMED} more")
+    assert len(note) < 1000
 
 
 @pytest.mark.parametrize("lmc", [{"blend": False}, {"learn": True}], ids=["exact", "learn"])

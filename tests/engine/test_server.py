@@ -379,7 +379,8 @@ def test_documents_may_be_given_as_texts(server):
         time.sleep(0.5)
     facts = ask(server, asked[1], documents=[*texts, "it is not there at all"])[1]
     assert facts["reused_tokens"] > 900
-    assert facts["note"] == "lmc.documents: 'it is not there at all' was not found: it is not in the prompt"
+    reason = "'it is not there at all': it is not in the prompt"
+    assert facts["note"] == f"lmc.documents: 1 of {len(texts) + 1} texts were not found: {reason}"
 
 
 # -- clients ----------------------------------------------------------------------------------------------------------

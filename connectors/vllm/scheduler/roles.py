@@ -20,11 +20,13 @@ from lmc.connectors.vllm.start import Setup
 from lmc.engine import FoundBy
 from lmc.errors import ConfigError, InputError
 from lmc.keys import check_tokens
+from lmc.terminal import all_of
 
 log = logging.getLogger(__name__)
 
 MOST_REMEMBERED = 1 << 19  # maximal number of tokens of texts that are kept
 MOST_TEXTS = 1000  # maximal number of texts to search for in a prompt; the engine cannot make a step during the search
+MAX_NAMED = 8  # missing texts that a note names, each with its reason
 MOST_CHARACTERS = 64  # maximal number of characters of these texts for each token of the prompt; encoding takes time
 
 
@@ -138,10 +140,11 @@ class Roles:
         found = find_texts(prompt, [self._inner_tokens(text) for text in texts])
         missing = [text for text, spans in zip(texts, found, strict=True) if not spans]
         if missing:
-            why = why_missing(tokenizer.decode(state.request.prompt_token_ids), missing[0])
-            state.note = f"lmc.documents: {reprlib.repr(missing[0])} was not found: {why}"
-            if len(missing) > 1:
-                state.note += f"; {len(missing) - 1} more of {len(texts)} texts were not found"
+            given = tokenizer.decode(state.request.prompt_token_ids)
+            reasons = [f"{reprlib.repr(text)}: {why_missing(given, text)}" for text in missing[:MAX_NAMED]]
+            if len(missing) > MAX_NAMED:
+                reasons.append(f"and {len(missing) - MAX_NAMED} more")
+            state.note = f"lmc.documents: {len(missing)} of {all_of(len(texts), 'text')} not found: {'; '.join(reasons)}"
         return tuple(sorted((span for spans in found for span in spans), key=lambda span: span.start))
 
     def _inner_tokens(self, text: str) -> "array[int]":
