@@ -97,12 +97,20 @@ def test_a_slash_at_the_end_of_a_path_does_not_matter(one, path):
     assert one.ask(f"{path}%2F", PROMPT)[0] == one.ask(f"{path}//", PROMPT)[0] == 404
 
 
-def test_a_body_may_begin_with_a_byte_order_mark(one):
-    """PowerShell and .NET write one, which the router called invalid JSON and vLLM reads."""
-    body = b"\xef\xbb\xbf" + json.dumps(PROMPT).encode()
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_a_body_may_have_a_byte_order_mark_and_each_encoding_of_json(one, encoding):
+    """PowerShell and .NET write such bodies, which the router called invalid JSON and vLLM reads."""
+    body = json.dumps(PROMPT | {"user": "Ωmega 😀"}, ensure_ascii=False).encode(encoding)
+    assert json.loads(body), "vLLM reads it so"
     assert one.ask(ASK, body)[0] == 200
     assert one.echoes[0].seen[-1]["body"] == body
     assert one.ask("/lmc/explain", body)[0] == 200
+
+
+@pytest.mark.parametrize("body", [b"\xff\xfe{\x00", b"\xff\xfe\x00\xd8{\x00", b"\xff\xfe{", b"\x00\x00"])
+def test_a_body_that_is_cut_in_its_encoding_is_refused(one, body):
+    code, said = one.ask(ASK, body)
+    assert (code, "request body is not valid JSON" in json.dumps(said)) == (400, True)
 
 
 # -- web pages of other origins ---------------------------------------------------------------------------------------

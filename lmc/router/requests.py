@@ -4,8 +4,8 @@ Only paths that compute something are forwarded. Paths that administer an engine
 unless the option `allowed_paths` has them.
 """
 
+import json
 import re
-from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from types import MappingProxyType
@@ -93,11 +93,12 @@ class Received(NamedTuple):
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in a body. Raises `InputError` for anything else."""
+    """Return the JSON object in a body, in UTF-8, UTF-16 or UTF-32. Raises `InputError` for anything else."""
     if len(body) > MAX_CONTAINERS and (_containers(body) > MAX_CONTAINERS or body.count(b",") > MAX_VALUES):
         raise InputError(f"request body exceeds {MAX_VALUES} values, or {MAX_CONTAINERS} lists and objects")
     try:
-        content = msgspec.json.decode(body.removeprefix(BOM_UTF8))
+        encoding = json.detect_encoding(body)
+        content = msgspec.json.decode(body if encoding == "utf-8" else body.decode(encoding))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InputError(f"request body is not valid JSON: {error}") from None
     except RecursionError:

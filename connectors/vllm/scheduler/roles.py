@@ -144,7 +144,8 @@ class Roles:
             reasons = [f"{reprlib.repr(text)}: {why_missing(given, text)}" for text in missing[:MAX_NAMED]]
             if len(missing) > MAX_NAMED:
                 reasons.append(f"and {len(missing) - MAX_NAMED} more")
-            state.note = f"lmc.documents: {len(missing)} of {all_of(len(texts), 'text')} not found: {'; '.join(reasons)}"
+            lacking = f"{len(missing)} of {all_of(len(texts), 'text')} not found"
+            state.note = f"lmc.documents: {lacking}: {'; '.join(reasons)}"
         return tuple(sorted((span for spans in found for span in spans), key=lambda span: span.start))
 
     def _inner_tokens(self, text: str) -> "array[int]":
