@@ -47,6 +47,8 @@ from lmc.connectors.vllm.scheduler.admission import MAX_TURN_SECONDS
 from lmc.connectors.vllm.scheduler.idle import MAX_PAUSE_SECONDS
 from lmc.connectors.vllm.scheduler.request_state import Role
 from lmc.connectors.vllm.scheduler.scheduler import MAX_LEARN_SECONDS
+from lmc.documents import finder
+from lmc.documents.block_table import BlockTable
 from lmc.documents.finder import DocumentFinder
 from lmc.documents.repeats import NAME as REPEATED
 from lmc.engine import CacheEngine, DocumentMatch, NewChunk, promotion
@@ -56,6 +58,7 @@ from lmc.keys import RecordKind
 from lmc.storage import loader
 from lmc.storage.contract import PinState
 from lmc.storage.cost_model import CostModel
+from lmc.storage.store import Store
 from lmc.storage.tiers.disk import DiskTier
 from lmc.storage.tiers.record import RecordMeta
 
@@ -1422,6 +1425,58 @@ def test_a_request_that_is_not_blended_reports_no_found_documents(knowing, lmc):
     lab = knowing()
     request = lab.serve("one", [*SYSTEM, *SEPARATOR, *DOC_A, *SEPARATOR, *LONG, *QUESTION], lmc)
     assert "found_documents" not in (lab.scheduler.recent[request.request_id] or {})
+
+
+WORK = {
+    Store: ("lookup", "pin", "begin", "release"),
+    DocumentFinder: ("all_runs", "insert"),
+    BlockTable: ("find",),
+    finder: ("_run_around",),
+    CostModel: ("choose", "against_blend"),
+}
+
+
+def test_the_work_for_a_tenant_does_not_depend_on_the_documents_of_others(make, monkeypatch):
+    """Otherwise a tenant could find out by timing whether another one has a document."""
+    prompts = {"anywhere": [*LONG[3:], *DOC_A], "separated": [*SEPARATOR, *LONG, *SEPARATOR, *DOC_A]}
+
+    def work(lab, tier, salt):
+        """What is done for a tenant's prompts: each call, facts of the responses, and what a tier is asked for."""
+        calls, asked, opened = [], len(tier.counts.keys_asked), tier.counts.opened
+        with monkeypatch.context() as patch:
+            for owner, names in WORK.items():
+                for name in names:
+                    patch.setattr(owner, name, recorded(calls, getattr(owner, name)))
+            for name, inner in [*prompts.items()] * 2:
+                request = lab.serve(f"{salt} {len(calls)}", [*SYSTEM, *inner, *SEPARATOR, 7], cache_salt=salt)
+                calls.append((name, request.facts, request.loaded))
+                lab.settle()
+                lab.forget_prefixes()
+        return calls, tier.counts.keys_asked[asked:], tier.counts.opened - opened
+
+    works = []
+    for shift in (0, 5000):
+        tier = Counted(DictTier())
+        lab = make(tier, slots=80, longest=2048, blocks=256)
+        learn(lab, *([token + shift for token in document] for document in (LONG, DOC_A)), cache_salt="other")
+        learn(lab, [token + 9000 for token in LONG], cache_salt="asking")
+        lab.store.flush()
+        works.append((work(lab, tier, "asking"), work(lab, tier, "other")))
+    (asking, owner), (asking_without, other_without) = works
+    assert asking == asking_without
+    assert {name for name, *_ in asking[0]} >= {"lookup", "pin", "all_runs", "find", "anywhere", "separated"}
+    assert owner != other_without, "the work differs for the tenant that has the documents"
+
+
+def recorded(calls, method):
+    """A method that notes each of its calls, with the sizes of what it got and returned."""
+
+    def call(*arguments, **more):
+        found = method(*arguments, **more)
+        calls.append((method.__name__, *(len(one) for one in (*arguments[1:], found) if hasattr(one, "__len__"))))
+        return found
+
+    return call
 
 
 @pytest.mark.parametrize(("first", "stop"), [(0, 64), (3, 70), (8, 80), (13, 97), (36, 100)])
