@@ -8,9 +8,11 @@ import threading
 import time
 from concurrent.futures import Future
 from contextlib import closing, suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.request import urlopen
 
 import pytest
 import yaml
@@ -37,7 +39,7 @@ from lmc.commands.cli import app
 from lmc.config.mooncake_url import parse_mooncake_url
 from lmc.config.settings import Settings
 from lmc.errors import ChunkLost, ConfigError, TierUnusable
-from lmc.keys import FORMAT
+from lmc.keys import FORMAT, RecordKind
 from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
 from lmc.storage.tiers import breaker, opening
@@ -457,6 +459,16 @@ def test_a_store_without_memory_is_read_and_writing_pauses(own, caplog, monkeypa
         assert read(tier, K0) in (bytes(stored(meta_of(K0))), None), "Mooncake evicts, or not"
         monkeypatch.setattr(breaker, "time", SimpleNamespace(monotonic=lambda: math.inf))  # The pause is over.
         eventually(lambda: tier.write(meta_of(K2), [stored(meta_of(K2))]) is Written.STORED)
+
+
+@pytest.mark.parametrize(("soft_pin", "count"), [(1, 2), (0, 0)])
+def test_documents_have_soft_pins_if_the_url_says_so(own, soft_pin, count):
+    with closing(tier_of(own, soft_pin=soft_pin)) as tier:
+        for key, kind in ((K0, RecordKind.DOCUMENT), (K1, RecordKind.PAGES), (K2, RecordKind.DOCUMENT)):
+            meta = replace(meta_of(key), kind=kind)
+            assert tier.write(meta, [stored(meta)]) is Written.STORED
+        with urlopen(f"http://127.0.0.1:{own.admin_port}/metrics", timeout=30) as metrics:
+            assert f"\nmaster_soft_pin_key_count {count}\n" in metrics.read().decode()
 
 
 @pytest.mark.parametrize("code", [-900, -1])

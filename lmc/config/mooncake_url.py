@@ -24,6 +24,7 @@ class MooncakeURL:
     global_segment_size: int = 0  # bytes of memory that this process gives to the store
     local_buffer_size: int = 16 << 20
     replica_num: int = 1  # hosts that keep a copy of a record
+    soft_pin: int = 0  # With 1, the store evicts records of documents after all others.
     admin_port: int = 9003  # of the master's own HTTP server, which lists the records
     place: ClassVar[str] = "mooncake"  # the name of the tier; see `lmc.storage.places`
 

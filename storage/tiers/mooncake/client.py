@@ -29,7 +29,7 @@ from lmc.storage.tiers.record import pages
 # Otherwise each object and each client is logged. This counts if nothing else in this process has loaded the library.
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 
-from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+from mooncake.store import MooncakeDistributedStore, ReplicateConfig, SoftPinAction
 
 T = TypeVar("T")
 FULL = -200  # Mooncake's code for a lack of memory
@@ -140,6 +140,15 @@ class Buffers:
 Heads = dict[str, tuple[int, bytes] | OSError]  # by name; missing objects may be left out
 
 
+def _settings(url: MooncakeURL, *, soft_pin: bool = False) -> ReplicateConfig:
+    """Return how the store keeps an object."""
+    settings = ReplicateConfig()
+    settings.replica_num = url.replica_num
+    if soft_pin:
+        settings.soft_pin_action = SoftPinAction.ENABLE
+    return settings
+
+
 class MooncakeClient:
     """The client of one Mooncake Store."""
 
@@ -153,8 +162,7 @@ class MooncakeClient:
         self._setup: Future[Any] | None = None
         self.buffers = Buffers()
         self._in_flight: set[Future[Any]] = set()  # calls that have begun, also those that were given up
-        self._settings = ReplicateConfig()
-        self._settings.replica_num = url.replica_num
+        self._settings, self._pinned = _settings(url), _settings(url, soft_pin=bool(url.soft_pin))
 
     def connect(self) -> None:
         """Connect, unless this has been done, and ask the master for a response. Raises `OSError` without one."""
@@ -218,14 +226,17 @@ class MooncakeClient:
         except CancelledError:
             raise OSError(f"{self.name}: closed") from None
 
-    def put(self, name: str, parts: Sequence[memoryview | bytes], within: float) -> bool:
-        """Store an object. Returns false if it existed. Raises `MemoryError` if the store has no memory for it."""
+    def put(self, name: str, parts: Sequence[memoryview | bytes], within: float, *, is_document: bool = False) -> bool:
+        """Store an object. Returns false if it existed. Raises `MemoryError` if the store has no memory for it.
+
+        The store evicts documents after other objects if the option `soft_pin` says so.
+        """
         size, at = sum(map(len, parts)), 0
         buffer = self.buffers.take(self._store, size)
         for part in parts:
             buffer.view[at : at + len(part)] = part
             at += len(part)
-        call = self._move(buffer, self._put, name, size)
+        call = self._move(buffer, self._put, name, size, self._pinned if is_document else self._settings)
         call.add_done_callback(lambda call: self.buffers.give_back(buffer, call))
         try:
             self.answer(call, within)
@@ -312,8 +323,8 @@ class MooncakeClient:
         failed = Failed(self.name, code, began)
         return FileNotFoundError(name) if code in MISSING and failed.at_rest else failed
 
-    def _put(self, buffer: Buffer, name: str, size: int) -> None:
-        code = self._store.put_from(name, buffer.address, size, self._settings)
+    def _put(self, buffer: Buffer, name: str, size: int, settings: ReplicateConfig) -> None:
+        code = self._store.put_from(name, buffer.address, size, settings)
         if code != 0:
             raise Failed(self.name, code)
 

@@ -16,7 +16,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from lmc.config.mooncake_url import MooncakeURL
-from lmc.keys import FORMAT, ChunkKey
+from lmc.keys import FORMAT, ChunkKey, RecordKind
 from lmc.shapes import KIB
 from lmc.storage.tiers.breaker import WritePause
 from lmc.storage.tiers.mooncake.client import BUFFER_BYTES, Heads, MooncakeClient
@@ -91,7 +91,9 @@ class MooncakeTier(PoolTier):
         size = len(header) + sum(map(len, parts))
         try:
             with self._reported():
-                stored = self._client.put(name, [header, *parts], self._client.deadline + size / SLOWEST_RATE)
+                within = self._client.deadline + size / SLOWEST_RATE
+                is_document = meta.kind is RecordKind.DOCUMENT
+                stored = self._client.put(name, [header, *parts], within, is_document=is_document)
         except MemoryError:
             full = OSError(f"{self._title} has no memory left: give it more hosts or a larger global_segment_size")
             self._pause.begin(full, PAUSE_SECONDS, SAID_EVERY)
