@@ -520,6 +520,20 @@ def test_a_full_shared_directory_is_read_and_written_again_when_there_is_room(ex
         assert read(tier, keys[-1]) == bytes(stored(meta_of(keys[-1])))
 
 
+def test_a_shared_directory_that_is_moved_away_costs_misses_and_is_written_again(tmp_path):
+    with closing(opened_directory(tmp_path / "kv")) as tier:
+        write(tier, K0)
+        reader = tier.open(K0)
+        (tmp_path / "kv").rename(tmp_path / "away")
+        with pytest.raises(FileNotFoundError):
+            reader.read(0, PARTS, [memory(PARTS * PART_BYTES)])
+        reader.close()
+        assert (tier.open(K0), tier.contains([K0, K1]), list(tier.entries())) == (None, [False, False], [])
+        assert tier.usable
+        write(tier, K1)
+        assert read(tier, K1) == bytes(stored(meta_of(K1)))
+
+
 def test_nothing_is_written_to_the_mount_point_of_a_shared_directory_that_is_unmounted(
     mount_point, exported, monkeypatch, caplog
 ):
