@@ -42,7 +42,8 @@ def find_rclone() -> str | None:
 def rclone_server() -> Iterator[int]:
     """The port of an S3 server of rclone with one bucket, which is a directory.
 
-    It calculates no checksums of what it reads. With them, its reads have a quarter of the speed.
+    It calculates no checksums of what it reads. With them, its reads have a quarter of the speed. It does not remove
+    folders that become empty, because a write to such a folder would fail meanwhile.
     """
     rclone, port = find_rclone(), free_port()
     assert rclone is not None
@@ -50,7 +51,7 @@ def rclone_server() -> Iterator[int]:
         (Path(folder) / BUCKET).mkdir()
         login = ",".join([ENVIRONMENT["AWS_ACCESS_KEY_ID"], ENVIRONMENT["AWS_SECRET_ACCESS_KEY"]])
         command = [rclone, "serve", "s3", f"--addr=127.0.0.1:{port}", f"--auth-key={login}", "--etag-hash="]
-        command += ["--no-checksum", "--buffer-size=0", f"--config={os.devnull}", folder]
+        command += ["--no-checksum", "--no-cleanup", "--buffer-size=0", f"--config={os.devnull}", folder]
         with running(command):
             first_status(port, "GET", "/")  # an error, because the request is not signed
             yield port
@@ -115,8 +116,8 @@ class Proxy:
             protocol_version = "HTTP/1.1"
 
             def handle_one_request(self) -> None:
-                self.raw_requestline = self.rfile.readline(65537)
                 try:
+                    self.raw_requestline = self.rfile.readline(65537)
                     if self.raw_requestline and self.parse_request():
                         proxy.serve(self)
                     else:

@@ -193,6 +193,17 @@ def try_all(tier: Tier) -> Counter[str]:
     return found
 
 
+def put_right(port: int, folder: str) -> None:
+    """Put the record of `KEY` into a folder, past the tier."""
+    bucket(port, folder).put(f"lmc/{FORMAT}/{file_of(KEY)}", raw_record(meta_of(KEY)))
+
+
+def works(tier: Tier, port: int, folder: str) -> bool:
+    """Whether a tier is used and reads the record, which requests that were late may have deleted."""
+    put_right(port, folder)
+    return tier.usable and outcome(lambda: taken(tier, [0, 1, 2])) == RIGHT
+
+
 @pytest.fixture(scope="module")
 def s3() -> Iterator[int]:
     with rclone_server() if find_rclone() else s3_server() as port:
@@ -218,12 +229,12 @@ def every_thread_ends_well(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_servers_that_lie_get_errors_and_misses_out_of_a_tier_and_afterwards_it_works(s3):
     outcomes, crashes = Counter[str](), dict[str, int]()
-    behind = bucket(s3, "lies")
     for seed in range(SERVERS):
-        behind.put(f"lmc/{FORMAT}/{file_of(KEY)}", raw_record(meta_of(KEY)))
+        folder = f"lies{seed}"
+        put_right(s3, folder)
         with closing(Proxy(s3, liar(seed))) as proxy:
             try:
-                tier = ObjectTier(bucket(proxy.port, "lies"), "S3", deadline=DEADLINE, lookup_seconds=DEADLINE)
+                tier = ObjectTier(bucket(proxy.port, folder), "S3", deadline=DEADLINE, lookup_seconds=DEADLINE)
             except TierUnusable:
                 outcomes["refused at the start"] += 1
                 continue
@@ -234,8 +245,7 @@ def test_servers_that_lie_get_errors_and_misses_out_of_a_tier_and_afterwards_it_
                     crashes[f"{type(error).__name__}: {error}"[:200]] = seed
                 proxy.lie = None
                 proxy.go_on.set()
-                behind.put(f"lmc/{FORMAT}/{file_of(KEY)}", raw_record(meta_of(KEY)))
-                eventually(lambda tier=tier: tier.usable and outcome(lambda: taken(tier, [0, 1, 2])) == RIGHT)
+                eventually(lambda tier=tier, folder=folder: works(tier, s3, folder))
     assert crashes == {}
     assert min(outcomes[name] for name in ("right", "miss", "error")) > SERVERS / 10, outcomes
 
@@ -244,8 +254,7 @@ def test_a_listing_that_begins_anew_is_an_error(s3, monkeypatch):
     """It never ended."""
     monkeypatch.setattr(objects_tier, "LISTED", 1)
     monkeypatch.setattr(objects_tier, "LIST_SECONDS", 30.0)
-    behind = bucket(s3, "endless")
-    behind.put(f"lmc/{FORMAT}/{file_of(KEY)}", raw_record(meta_of(KEY)))
+    put_right(s3, "endless")
     with (
         closing(Proxy(s3)) as proxy,
         closing(ObjectTier(bucket(proxy.port, "endless"), "S3", deadline=30, lookup_seconds=30)) as tier,
@@ -264,11 +273,11 @@ def test_a_listing_that_begins_anew_is_an_error(s3, monkeypatch):
 
 def test_servers_that_lie_get_misses_out_of_a_store(s3):
     outcomes = Counter[str]()
-    behind = bucket(s3, "store")
     for seed in range(SERVERS):
-        behind.put(f"lmc/{FORMAT}/{file_of(KEY)}", raw_record(meta_of(KEY)))
+        folder = f"store{seed}"
+        put_right(s3, folder)
         with closing(Proxy(s3)) as proxy:
-            tier = ObjectTier(bucket(proxy.port, "store"), "S3", deadline=DEADLINE, lookup_seconds=DEADLINE)
+            tier = ObjectTier(bucket(proxy.port, folder), "S3", deadline=DEADLINE, lookup_seconds=DEADLINE)
             with closing(Store(Slab(2, PARTS, PART_BYTES), [tier])) as store:
                 proxy.lie = liar(seed)
                 for _ in range(3):
