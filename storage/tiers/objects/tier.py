@@ -87,7 +87,7 @@ class ObjectTier(PoolTier):
         self._ours = re.compile(re.escape(self._folder) + r"/[0-9a-f]{2}/([0-9a-f]{64})" + re.escape(SUFFIX))
         # From a directory, ranges are faster: the library streams a file in pieces of 8 KiB (0.3 instead of 2.4 GB/s).
         self._streams = not isinstance(store, LocalStore)
-        self._mount = _mount_of(Path(str(store.prefix))) if isinstance(store, LocalStore) else None
+        self._mount = _mount_of(Path(str(store.prefix)).resolve()) if isinstance(store, LocalStore) else None
         self._calls = Calls(title, deadline)
         self._mutex = new_lock(Rank.LEAF)
         self._present: TTLCache[ChunkKey, bool] = TTLCache(KNOWN_KEYS, PRESENT_SECONDS, time.monotonic)
