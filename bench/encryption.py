@@ -1,21 +1,25 @@
-"""What encryption at rest costs: the disk tier with a secret key against the disk tier without one, side by side.
+"""What encryption at rest costs: a tier with a secret key against the same tier without one, side by side.
 
-    python bench/encryption.py
+    python bench/encryption.py [--only disk|redis] [--keep]
 
-Chunks of 1, 4 and 32 MiB are written and read as the store does it (`tiers.py`), by two threads. Both ways take turns
-in every round. A ratio is that of bytes a second with a key over those without one, the median of the rounds' ratios.
-`encrypt` is GB/s of one thread for records of 4 MiB that are in memory; decrypting is the same computation.
+The tiers are the disk, and a pool: a Redis on this machine, over TCP. A pool that is farther away is slower, and then
+encryption costs less. Chunks of 1, 4 and 32 MiB are written and read as the store does it (`tiers.py`), by two threads
+(one writes to a pool). Both ways take turns in every round. A ratio is that of bytes a second with a key over those
+without one, the median of the rounds' ratios. `encrypt` is GB/s of one thread for records of 4 MiB that are in memory;
+decrypting is the same computation.
 """
 
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from common import closing_line, parser
-from tiers import MOVED, READERS, ROUNDS, SHAPES, Arena, Disk, Turn, rounds
+from tiers import MOVED, READERS, ROUNDS, SHAPES, Arena, Disk, Redis, Turn, redis_servers, rounds
 
 from lmc.demo.random_model import machine
 from lmc.storage.secret_keys import SecretKey, SecretKeys
@@ -25,32 +29,39 @@ from lmc.storage.writer import WRITERS
 KEY = SecretKey(bytes(32))
 
 
-class Both(Disk):
-    """The same directory without a key (`raw`) and with one (`ours`)."""
+def compare(arena: Disk | Redis, after: Callable[[Turn], Turn], ratios: dict[str, dict[str, float]]) -> None:
+    """Measure a tier without a key (`raw`) and with one (`ours`); `after` is called after each turn."""
+    tier, encrypted = arena.tier, Encrypted(arena.tier, SecretKeys({"": [KEY]}))
+    arena.ways = {
+        "raw": lambda turn: after(arena.through(tier, turn)),
+        "ours": lambda turn: after(arena.through(encrypted, turn)),
+    }
+    with closing(tier):
+        taken = rounds(arena)
+    arena.ways.clear()  # Its functions would keep its memory allocated during the next size.
+    for verb, which in (("write", "put"), ("read", "get")):
+        plain, ours = ([getattr(turn, which) for turn in taken[name]] for name in ("raw", "ours"))
+        ratio = median(one / other for one, other in zip(plain, ours, strict=True))
+        ratios.setdefault(verb, {})[str(arena.mib)] = round(ratio, 3)
+        gbs = MOVED[arena.place] / median(plain) / 1e9
+        said = f"{gbs:.2f} GB/s without a key, {ratio:.3f} of it with one"
+        print(f"{arena.mib:>3} MiB  {arena.place:<5}  {verb:<5}  {said}", flush=True)
 
-    def __init__(self, mib: int, folder: Path) -> None:
-        super().__init__(mib, Turn(WRITERS, READERS), folder)
-        self.encrypted = Encrypted(self.tier, SecretKeys({"": [KEY]}))
-        self.ways = {
-            "raw": lambda turn: self.settled(self.through(self.tier, turn)),
-            "ours": lambda turn: self.settled(self.through(self.encrypted, turn)),
-        }
 
-
-def on_disk(folder: Path) -> dict[str, dict[str, float]]:
-    """Return the ratios of writing and of reading, by the MiB of a chunk."""
-    ratios: dict[str, dict[str, float]] = {"write": {}, "read": {}}
-    for mib in SHAPES:
-        both = Both(mib, folder / str(mib))
-        with closing(both.tier):
-            taken = rounds(both)
-        for verb, which in (("write", "put"), ("read", "get")):
-            plain, encrypted = ([getattr(turn, which) for turn in taken[name]] for name in ("raw", "ours"))
-            ratio = median(one / other for one, other in zip(plain, encrypted, strict=True))
-            ratios[verb][str(mib)] = round(ratio, 3)
-            gbs = MOVED["disk"] / median(plain) / 1e9
-            print(f"{mib:>3} MiB  {verb:<5}  {gbs:.2f} GB/s without a key, {ratio:.3f} of it with one", flush=True)
-    return ratios
+def measured(place: str, folder: Path) -> dict[str, Any]:
+    """Return the ratios of writing and of reading: their means, and those by the MiB of a chunk."""
+    ratios: dict[str, dict[str, float]] = {}
+    if place == "disk":
+        for mib in SHAPES:
+            disk = Disk(mib, Turn(WRITERS, READERS), folder / str(mib))
+            compare(disk, disk.settled, ratios)
+    else:
+        with redis_servers()(folder / "redis") as server:
+            for mib in SHAPES:
+                redis = Redis(mib, Turn(1, READERS), server, "tcp")
+                compare(redis, redis.emptied, ratios)
+    means = {verb: round(sum(by_mib.values()) / len(by_mib), 3) for verb, by_mib in ratios.items()}
+    return {**means, "by_mib": ratios}
 
 
 def in_memory() -> float:
@@ -66,18 +77,19 @@ def in_memory() -> float:
 
 
 def main() -> None:
-    keep = parser(__doc__, "encryption").parse_args().keep
+    arguments = parser(__doc__, "encryption")
+    arguments.add_argument("--only", choices=["disk", "redis"])
+    options = arguments.parse_args()
     print(f"{machine()}; {READERS} readers, {WRITERS} writers")
     encrypt = in_memory()
     print(f"  4 MiB  one thread encrypts {encrypt:.1f} GB/s in memory")
     folder = Path(tempfile.mkdtemp(dir=".", prefix=".bench-")).resolve()
     try:
-        by_mib = on_disk(folder)
+        found = {place: measured(place, folder) for place in ("disk", "redis") if options.only in (None, place)}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    means = {verb: round(sum(ratios.values()) / len(ratios), 3) for verb, ratios in by_mib.items()}
-    result = {"bench": "encryption", **means, "encrypt_gbs": round(encrypt, 2), "by_mib": by_mib}
-    closing_line(result, "encryption" if keep else None)
+    result = {"bench": "encryption", "encrypt_gbs": round(encrypt, 2), **found}
+    closing_line(result, "encryption" if options.keep else None)
 
 
 if __name__ == "__main__":
