@@ -373,6 +373,14 @@ def test_documents_are_pinned_and_limited_in_time_also_if_they_were_learned_befo
     assert sorted(wanted(tmp_path)) == [(f"notes/{i}", True, False) for i in range(3)]
 
 
+def test_an_administration_at_all_addresses_is_that_of_the_server_s_host(server: Any, tmp_path: Path) -> None:
+    """`lmc learn` for another host asked the engine of its own host, whose LMC_ADMIN was set."""
+    (tmp_path / "a.txt").write_text("a text")
+    for admin in ("0.0.0.0:1", "http://0.0.0.0:1", "[::]:1"):
+        said = lmc("learn", tmp_path, "--url", server.url, "--admin", admin, "--pin")[2]
+        assert f"no server answers at {server.url.rpartition(':')[0]}:1 " in " ".join(said.split())
+
+
 def test_documents_that_were_stored_already_are_told(tmp_path: Path) -> None:
     """A second host that shares a tier computes nothing, and its operator should see that."""
     (tmp_path / "d.jsonl").write_text(json.dumps({"text": "notes from the inn : owner of lamp Tara . " * 5}))

@@ -59,9 +59,9 @@ class TwoHosts:
         for host in HOSTS.values():
             at_host = self.export.replace("0.0.0.0", host).replace("tcp://*", f"tcp://{host}")
             self.engines.append(running.enter_context(closing(HttpEngine(folder, f"{at_host}\n{serve}"))))
-        for (host, own), engine in zip(HOSTS.items(), self.engines, strict=True):
+        for host, engine in zip(HOSTS.values(), self.engines, strict=True):
             engine.wait()
-            self._changes |= {f"http://{own}:8000": engine.url, f"http://{host}:8000": engine.url}
+            self._changes[f"http://{host}:8000"] = engine.url.replace("localhost", host)
         self.folder = folder
 
     def here(self, command: str) -> str:

@@ -82,7 +82,11 @@ def learn(
     pin: Annotated[bool, typer.Option("--pin", help="protect the documents from eviction")] = False,
     ttl: Annotated[str | None, typer.Option(help="remove the documents after this time, such as 12h or 7d")] = None,
     admin: Annotated[
-        str, typer.Option(envvar="LMC_ADMIN", help="LMC_ADMIN address of the server's engine, for --pin and --ttl")
+        str,
+        typer.Option(
+            envvar="LMC_ADMIN",
+            help="LMC_ADMIN address of the server's engine, for --pin and --ttl; 0.0.0.0 stands for the host in --url",
+        ),
     ] = ADMIN_URL,
     jobs: Annotated[int, typer.Option(min=1, help="number of documents that the server learns in parallel")] = 8,
     manifest: Annotated[

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from lmc.blend.segments import Span, document_tokens, without_separators
 from lmc.commands.administration import ADMIN_URL
@@ -11,7 +12,7 @@ from lmc.commands.top import fetch
 from lmc.config.settings import Settings
 from lmc.documents.sources import Document
 from lmc.errors import InputError
-from lmc.http.client import DocumentList, Refused, Unreachable, admin_client, vllm_client
+from lmc.http.client import DocumentList, Refused, Unreachable, admin_client, vllm_client, with_scheme
 from lmc.http.prompts import plain_chat
 from lmc.metrics import parted
 from lmc.storage.places import fastest_first
@@ -67,7 +68,7 @@ class ServerLearner:
         self.model = str(facts.get("id", ""))
         self.served = f"{self.model} {facts.get('root', '')}"  # Different models may have the same name.
         self._admin = admin_client(
-            admin,
+            _address_of(admin, self._client.url),
             "--pin and --ttl need the engine's administration endpoint: start the server with "
             "LMC_ADMIN=127.0.0.1:9180, and set --admin to this address",
         )
@@ -255,6 +256,15 @@ class ModelLearner:
 
 
 Learner = ServerLearner | ModelLearner
+
+
+def _address_of(admin: str, url: str) -> str:
+    """Return the address of an administration endpoint; one of all interfaces is on the host of the server at `url`."""
+    listening, _, port = urlsplit(with_scheme(admin)).netloc.rpartition(":")
+    if listening not in ("0.0.0.0", "[::]"):
+        return admin
+    host = str(urlsplit(url).hostname)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _if_complete(capacity: dict[str, float], tiers: Collection[str]) -> dict[str, float]:
