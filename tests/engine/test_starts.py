@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from host_offload import OFFLOADING, SIMPLE, copy_at_once
 from lab import SAME, SETTINGS, Lab, Prompt, agree, answer, distance, engine, facts, launch, words
 from stepping import poison
 from tokenizers import Tokenizer
@@ -312,6 +313,49 @@ def test_no_blend_reaches_a_connector_that_hashes_tokens(models, caplog, tmp_pat
         lab.settle()
         assert answer(found) == answer(asked)
         assert distance(found, asked) <= SAME
+        lab.check_idle()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("order", [(LMC, OFFLOADING), (OFFLOADING, LMC)], ids=["first", "last"])
+def test_exact_prefixes_are_loaded_once_beside_a_connector_that_offloads_them_too(models, caplog, order):
+    """The first connector of the list that has tokens loads them. Blending is off, because this connector reads the
+    hashes of a prompt before lmc replaces them.
+    """
+    with caplog.at_level(logging.WARNING, "lmc"), beside(models("llama"), *order) as lab:
+        assert "blending is off: OffloadingConnector next to lmc" in caplog.text
+        wanted = [lab.ask(tokens) for tokens in (PLAIN, PROMPT.tokens)]
+        lab.settle()
+        assert lab.llm.reset_prefix_cache()
+        poison()
+        found = [lab.ask(PLAIN), lab.ask(PROMPT.tokens, PROMPT.blend())]
+        assert [out.num_cached_tokens for out in found] == [672, 480]
+        assert [facts(out).get("exact_tokens", 0) for out in found] == ([672, 480] if order[0] is LMC else [0, 0])
+        assert lab.numbers.get("loads", 0) == (2 if order[0] is LMC else 0)
+        assert all(map(agree, found, wanted))
+        lab.check_idle()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("order", [(LMC, SIMPLE), (SIMPLE, LMC)], ids=["first", "last"])
+def test_blends_stay_apart_in_a_connector_that_goes_by_block_hashes(models, monkeypatch, caplog, order):
+    """It keeps the blocks of a blend under their salted hashes, which exact requests do not have."""
+    copy_at_once(monkeypatch)
+    with caplog.at_level(logging.WARNING, "lmc"), beside(models("llama"), *order) as lab:
+        assert "blending is off" not in caplog.text
+        wanted = lab.ask(PROMPT.tokens, {"blend": False}, salt="another tenant")
+        lab.learn(DOCUMENTS)
+        blend = lab.ask(PROMPT.tokens, PROMPT.blend(strategy="none"))
+        assert facts(blend)["reused_tokens"] == sum(map(len, DOCUMENTS))
+        assert distance(blend, wanted) > 100 * SAME, "the control: stored KV is used"
+        lab.drop_backfills()
+        for cached in (32, 480):  # a block of the text before the documents, and then what the plain request has left
+            lab.settle()
+            assert lab.llm.reset_prefix_cache()
+            poison()
+            found = lab.ask(PROMPT.tokens, {"blend": False})
+            assert found.num_cached_tokens == cached
+            assert agree(found, wanted)
         lab.check_idle()
 
 
