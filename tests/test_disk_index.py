@@ -525,7 +525,7 @@ def test_times_are_those_of_the_uses(tmp_path):
         assert all(before <= used <= time.time() for _, used in tier.headers())
 
 
-@pytest.mark.parametrize("label", [0, 512, 1400])
+@pytest.mark.parametrize("label", [0, 512, 1400, 6000])
 def test_the_index_takes_about_as_much_as_lmc_size_says(tmp_path: Path, label: int) -> None:
     with closing(DiskTier(tmp_path, ROOMY)) as tier:
         for number in range(1000):

@@ -1,7 +1,8 @@
 """The index of a disk tier: what its records are, in a SQLite database, so that a start need not read the records.
 
     records    key, size, time of the last use, kind: small rows, read at each start in the order of use
-    headers    the fields of `RecordMeta`, except checksums: read when an engine looks for what is stored
+    headers    the fields of `RecordMeta`, except checksums: read when an engine looks for what is stored. With a rowid,
+               because a table without one has rows of more than a kilobyte in pages of their own.
 
 Records come first: a row follows its file, at most `COMMIT_SECONDS` later, and changes are committed together. A killed
 process may therefore leave files without a row, and rows without a file. It also leaves the index marked as incomplete,
@@ -37,9 +38,7 @@ PAGE_ROWS = 1000  # rows that are read at once
 RETRY_SECONDS = 10.0  # after a commit that failed
 PATIENCE_SECONDS = 5.0  # A command that reads the index may hold its lock for a moment.
 IN_MEMORY = ":memory:"
-# Bytes of a record's rows besides its label, and the bytes that stay in a page if the rows exceed `MAX_ROW_BYTES`.
-# SQLite fills four fifths of a page. `bench/scale.py` measures it: 929 bytes with a label of 512.
-ROW_BYTES, MAX_ROW_BYTES, SPLIT_ROW_BYTES, PAGE_BYTES = 240, 1000, 720, 4096
+ROW_BYTES = 214  # of a record's rows, besides its label
 KINDS = {kind.value: kind for kind in RecordKind}
 TABLES = """
 CREATE TABLE IF NOT EXISTS records (key BLOB PRIMARY KEY, bytes INT, used INT, kind TEXT) WITHOUT ROWID;
@@ -47,7 +46,7 @@ CREATE INDEX IF NOT EXISTS by_use ON records (used, bytes, kind);
 CREATE TABLE IF NOT EXISTS headers (
     key BLOB PRIMARY KEY, namespace BLOB, tokens INT, first INT, parts INT, part_bytes INT, codec TEXT, label TEXT,
     model TEXT, tenant TEXT
-) WITHOUT ROWID;
+);
 CREATE TABLE IF NOT EXISTS state (complete INT);
 INSERT INTO state SELECT 0 WHERE NOT EXISTS (SELECT * FROM state);
 """
@@ -55,10 +54,7 @@ INSERT INTO state SELECT 0 WHERE NOT EXISTS (SELECT * FROM state);
 
 def index_bytes(label: int) -> int:
     """Return about how many bytes the index takes for a record with a label of `label` bytes."""
-    row, pages = ROW_BYTES + label, 0
-    if row > MAX_ROW_BYTES:
-        row, pages = SPLIT_ROW_BYTES, -(-(row - SPLIT_ROW_BYTES) // PAGE_BYTES)
-    return row * 5 // 4 + pages * PAGE_BYTES
+    return (ROW_BYTES + label) * 5 // 4  # SQLite fills four fifths of a page.
 
 
 class IndexLost(OSError):
