@@ -308,6 +308,41 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
             "partial_rotary_factor": 0.5,
         },
     ),
+    "qwen35": (
+        transformers.Qwen3_5TextConfig,
+        {
+            "head_dim": 64,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+    ),
+    "granite4": (  # Mamba 2, whose steps vLLM's CPU build does not run.
+        transformers.GraniteMoeHybridConfig,
+        {
+            "layer_types": ["mamba", "attention"] * 2,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 256,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 64,
+            "mamba_d_state": 64,
+            "position_embedding_type": None,
+        },
+    ),
+    "nemotronh": (
+        transformers.NemotronHConfig,
+        {
+            "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
+            "head_dim": 32,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 64,
+            "n_groups": 1,
+        },
+    ),
     "lfm2": (
         transformers.Lfm2Config,
         {

@@ -97,6 +97,18 @@ def test_a_model_with_states_starts_and_answers_as_without_lmc(models, caplog):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("family", "kinds"), [("granite4", "SA"), ("nemotronh", "SSA")])
+def test_models_with_mamba_2_start_and_lmc_knows_which_tables_have_states(models, family, kinds):
+    """vLLM's CPU build raises an `IndexError` in the first step of these models, without lmc, too."""
+    with started(lambda: launch(models(family), dtype="bfloat16", mamba_ssm_cache_dtype="float32")) as llm:
+        lab = Lab(llm)
+        specs = [group.kv_cache_spec for group in lab.scheduler.kv_cache_config.kv_cache_groups]
+        assert "".join("S" if isinstance(spec, MambaSpec) else "A" for spec in specs) == kinds
+        assert lab.setup.states == {number for number, kind in enumerate(kinds) if kind == "S"}
+        assert lab.lmc.engine.chunk_size % specs[0].block_size == 0
+
+
+@pytest.mark.long
 def test_hashes_of_parts_of_blocks_are_said_to_be_unsupported(models, caplog):
     """lmc names chunks by hashes of whole blocks."""
     with caplog.at_level(logging.WARNING, "lmc"), started(lambda: launch(models("gemma3mixed"), prefix_match_unit=16)):

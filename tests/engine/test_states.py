@@ -4,8 +4,10 @@ import logging
 
 import pytest
 from amount import mostly_long
+from apart import PYTEST, run_apart
 from lab import agree, answer, engine, facts, words
 from stepping import engine_pages, only_on_disk, poison
+from test_multimodal import VISION
 from tier_wrappers import Faulty
 
 BLOCK = 288  # vLLM chooses it, so that a state fits into a block of attention
@@ -136,6 +138,12 @@ def test_a_disk_that_cannot_be_read_is_a_miss(lab):
     out = lab.ask(LONG)
     lab.tiers[0] = disk
     assert agree(out, wanted)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not VISION.is_dir(), reason="this environment has no torchvision")
+def test_qwen35_starts_and_continues_from_stored_states():
+    run_apart(*PYTEST, "-p", "engine.vision", "engine/qwen35.py", interpret=False)
 
 
 @pytest.mark.long
