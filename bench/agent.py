@@ -17,7 +17,10 @@ a CPU. A GPU needs a hundredth of that. What is measured:
     ttft        of prompts with `again` tokens: TTFT of vLLM alone over TTFT with lmc, median
     kl          KL(full prefill ‖ lmc) in nats over the answers to these prompts; `blind`: the same of blind reuse
     closed      1 − kl / blind
-    first       share of these prompts whose likeliest first token is that of full prefill
+    first_as_full
+                share of these prompts whose likeliest first token is that of full prefill
+    by_kind     `moved`, `again` and `reused` of code (files that it read) and of tool output (of commands). The rest is
+                answers, the task and summaries. Here `reused` counts tokens of blends, by their positions.
 """
 
 import argparse
@@ -29,12 +32,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from chat_tokens import SMALL, SMOLLM2, ChatTokens
 from common import closing_line, parser
 from conversation import LIKELIEST, compared
-from engine import Engine
+from engine import Engine, Host
 
 from lmc.demo.random_model import machine
 from lmc.keys import tokens_digest
@@ -59,8 +62,19 @@ PLAIN, LMC, BLIND = "vLLM", "lmc", "blind"
 # The tenants, the seeds of their sessions, and the share of the turns.
 SESSIONS = ("one", 1, 1.0), ("one", 2, 1.0), ("other", 1, 0.5)
 WAYS: Mapping[str, dict[str, Any] | None] = {PLAIN: None, LMC: {}, BLIND: {"strategy": "none"}}
+CODE, OUTPUT, OTHER = "code", "tool output", "other"  # kinds of messages
+COMMAND = "run("  # begins the call of a tool that runs a command
 
 Message = dict[str, str]
+
+
+class Part(NamedTuple):
+    """A message in a prompt."""
+
+    start: int
+    stop: int
+    kind: str
+    again: bool = False  # It has moved before.
 
 
 @dataclass
@@ -69,7 +83,7 @@ class Turn:
 
     prompt: list[int]
     answer: list[int]
-    messages: list[tuple[int, int]]
+    messages: list[Part]
 
 
 @dataclass
@@ -78,17 +92,40 @@ class Known:
 
     beginnings: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
-    def moved(self, turn: Turn) -> tuple[int, int]:
-        """Return how many tokens of a prompt have moved, and how many of them again. Remembers the prompt."""
-        moved = again = 0
-        for start, stop in turn.messages:
-            before = self.beginnings[tokens_digest(turn.prompt[start:stop])]
-            beginning = tokens_digest(turn.prompt[:start])
+    def moved(self, turn: Turn) -> list[Part]:
+        """Return the messages of a prompt that have moved. Remembers the prompt."""
+        moved = list[Part]()
+        for part in turn.messages:
+            before = self.beginnings[tokens_digest(turn.prompt[part.start : part.stop])]
+            beginning = tokens_digest(turn.prompt[: part.start])
             if before and beginning not in before:
-                moved += stop - start
-                again += (stop - start) * (len(before) > 1)
+                moved.append(part._replace(again=len(before) > 1))
             before.add(beginning)
-        return moved, again
+        return moved
+
+
+class PlacingHost(Host):
+    """An engine that tells at which positions it has reused documents."""
+
+    def __init__(self, *arguments: Any) -> None:
+        from lmc.connectors.vllm.scheduler.scheduler import Scheduler
+
+        self._placed = list[tuple[int, int]]()
+        plan = Scheduler.plan
+
+        def watched(scheduler: Scheduler, *of_step: Any) -> Any:
+            step = plan(scheduler, *of_step)
+            pieces = [piece for job in step.loads for piece in getattr(job, "documents", ())]
+            self._placed += [(piece.at, piece.stop) for piece in pieces]
+            return step
+
+        Scheduler.plan = watched  # type: ignore[method-assign]
+        super().__init__(*arguments)
+
+    def take_placed(self) -> list[tuple[int, int]]:
+        """Return the positions since the last call."""
+        placed, self._placed = self._placed, []
+        return placed
 
 
 class Agent:
@@ -122,7 +159,7 @@ class Agent:
         if kind < RAN:
             test = f"tests/test_{draw.choice(names).split('/')[-1]}"
             lines = [f"{test}::test_{draw.randrange(10**4)} PASSED in {draw.random():.4f} s" for _ in range(60)]
-            return f"run(pytest {test})", _begin(self.chats, lines, draw.randint(*self._sizes))
+            return f"{COMMAND}pytest {test})", _begin(self.chats, lines, draw.randint(*self._sizes))
         if read and kind < RAN + READ_AGAIN:
             name = draw.choice(read)
         else:
@@ -134,11 +171,19 @@ class Agent:
         ends = [len(self._encode(chat[: count + 1])) for count in range(len(chat))]
         starts = [0, *ends[:-1]]
         answer = self.chats.tokenizer.encode(call, add_special_tokens=False)[:ANSWER]
-        return Turn(self._encode(chat, prompts=True), answer, list(zip(starts, ends, strict=True)))
+        kinds = [_kind(chat, number) for number in range(len(chat))]
+        return Turn(self._encode(chat, prompts=True), answer, list(map(Part, starts, ends, kinds)))
 
     def _encode(self, chat: Sequence[Message], *, prompts: bool = False) -> list[int]:
         text = self.chats.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompts)
         return list(self.chats.tokenizer.encode(text, add_special_tokens=False))
+
+
+def _kind(chat: Sequence[Message], number: int) -> str:
+    """Return the kind of a message. The result of a tool comes after its call."""
+    if chat[number]["role"] != "tool":
+        return OTHER
+    return OUTPUT if chat[number - 1]["content"].startswith(COMMAND) else CODE
 
 
 def _files(chats: ChatTokens, sizes: tuple[int, int]) -> Iterator[tuple[str, str]]:
@@ -164,7 +209,8 @@ def run(
     settings = None if way == PLAIN else {"blend_find": "repeated", "load_policy": policy, **SETTINGS[model]}
     length = LENGTHS[model]
     rows: list[dict[str, Any]] = []
-    with Engine(agent.chats.path, lmc=settings, max_model_len=length, max_num_batched_tokens=length, **ROOM) as engine:
+    sizes = {"max_model_len": length, "max_num_batched_tokens": length}
+    with Engine(agent.chats.path, lmc=settings, host=PlacingHost, **sizes, **ROOM) as engine:
         for session, (tenant, _, _) in enumerate(SESSIONS):
             for number, turn in enumerate(sessions[session]):
                 extra = {"forced": turn.answer}
@@ -179,7 +225,7 @@ def run(
                 rows.append({
                     "session": session, "tenant": tenant, "turn": number, "tokens": len(turn.prompt),
                     "reused": loaded, "ttft": said["ttft"], "logprobs": said["logprobs"], "cached": said["cached"],
-                    "note": facts.get("note", ""),
+                    "note": facts.get("note", ""), "placed": engine.do("take_placed"),
                 })  # fmt: skip
                 if settings is not None:
                     engine.settle(think)
@@ -194,13 +240,34 @@ def measured(sessions: Sequence[Sequence[Turn]], ways: Mapping[str, list[dict[st
     known, rows = defaultdict[str, Known](Known), list[dict[str, Any]]()
     for at, turn in enumerate(turn for session in sessions for turn in session):
         ours, full = ways[LMC][at], ways[PLAIN][at]
-        moved, again = known[ours["tenant"]].moved(turn)
+        parts = known[ours["tenant"]].moved(turn)
         row = {name: ours[name] for name in ("session", "tenant", "turn", "tokens", "reused", "cached", "note")}
-        row |= {"moved": moved, "again": again, "ttft": {way: found[at]["ttft"] for way, found in ways.items()}}
+        row |= counts(parts, ours["placed"]) | {"ttft": {way: found[at]["ttft"] for way, found in ways.items()}}
+        row["by_kind"] = {
+            kind: counts([part for part in parts if part.kind == kind], ours["placed"]) for kind in (CODE, OUTPUT)
+        }
         for way in ways.keys() - {PLAIN}:
-            row[way] = compared(full["logprobs"], ways[way][at]["logprobs"], turn.answer)
+            predictions = ways[way][at]["logprobs"]
+            row[way] = compared(full["logprobs"], predictions, turn.answer)
+            row[way]["first_as_full"] = float(likeliest(full["logprobs"][0]) == likeliest(predictions[0]))
         rows.append(row)
     return rows
+
+
+def counts(parts: Sequence[Part], placed: Sequence[tuple[int, int]]) -> dict[str, int]:
+    """Return how many tokens of messages have moved, how many of them again, and how many of these were reused."""
+    again = [part for part in parts if part.again]
+    common = (min(part.stop, stop) - max(part.start, at) for part in again for at, stop in placed)
+    return {
+        "moved": sum(part.stop - part.start for part in parts),
+        "again": sum(part.stop - part.start for part in again),
+        "reused_again": sum(max(0, tokens) for tokens in common),
+    }
+
+
+def likeliest(predictions: Mapping[int, float]) -> int:
+    """Return the likeliest token."""
+    return max(predictions, key=lambda token: predictions[token])
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -216,6 +283,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "reused": round(sum(min(row["reused"], row["again"]) for row in again) / sum(row["again"] for row in again), 3),
         "crossed": sum(row["reused"] for row in rows if not row["again"]),
         "ttft": round(median(row["ttft"][PLAIN] / row["ttft"][LMC] for row in again), 3),
+        "by_kind": {kind: shares([row["by_kind"][kind] for row in rows]) for kind in (CODE, OUTPUT)},
     }
     if blended:
         kl, blind = (fmean(row[way]["kl"] for row in blended) for way in (LMC, BLIND))
@@ -224,9 +292,15 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "kl": round(kl, 4),
             "blind": round(blind, 4),
             "closed": round(1 - kl / blind, 3),
-            "first": round(fmean(row[LMC]["first"] for row in blended), 3),
+            "first_as_full": round(fmean(row[LMC]["first_as_full"] for row in blended), 3),
         }
     return found
+
+
+def shares(of_kind: Sequence[Mapping[str, int]]) -> dict[str, float | None]:
+    """Return the sums of the counts of one kind, and the share that was reused of what moved again."""
+    moved, again, reused = (sum(one[name] for one in of_kind) for name in ("moved", "again", "reused_again"))
+    return {"moved": moved, "again": again, "reused": round(reused / again, 3) if again else None}
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Known documents in the prompts of RAG applications, with the tokenizers of served models: what is found, how fast.
 
-    make tokenizers                                    # downloads five tokenizers, 125 MB (licences: see Makefile)
+    make tokenizers                                    # downloads 125 MB; the Makefile names the licences
     python bench/find.py [--documents 10000,100000,1000000] [--random 1000000]
 
 Passages of prose, code, tables and several languages are learned as `lmc learn` learns them. Prompts are written as
