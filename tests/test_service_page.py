@@ -30,10 +30,10 @@ def test_the_page_shows_what_is_there_and_changes_it(browser, tmp_path):
         engine = service.engine()
         browser.open(service.url + "/")
         browser.eventually("document.getElementById('documents')?.innerText == 'No document is known yet.'")
-        learn(engine, A, name="handbook.md")
+        learn(engine, A, name="handbook.md\nintro.md")
         learn(engine, B, "t", name="<img src=x onerror=document.title='injected'>")
         engine.store.release(engine.store.pin(known(engine, A).keys))
-        browser.eventually("document.getElementById('documents')?.innerText.includes('handbook.md')")
+        browser.eventually("document.getElementById('documents')?.innerText.includes('handbook.md (2 names)')")
         browser.eventually("document.getElementById('rate').innerText == '100.0 %'")
         text = browser.text()
         for shown in ("0.0 MiB", "of 0.5 MiB memory in use", "host", "disk", "<img src=x", "Pin"):
