@@ -162,6 +162,7 @@ def test_files_as_they_are_in_the_wild_are_read_or_named(tmp_path: Path) -> None
         "e.HTML": b"<p>e</p>", "latin1.txt": "café".encode("latin-1"), "broken.md": b"\xf0\x9f", "g.pdf": b"%PDF",
         "h.json": b"[]", "LICENSE": b"text", "blank.txt": b" \n", ".hidden.txt": b"no", ".git/config.md": b"no",
         "node_modules/x/README.md": b"no", "below/again.md": b" upper\n", "crlf.txt": b"one\r\ntwo",
+        "utf16.txt": "text".encode("utf-16"),
     }  # fmt: skip
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -179,7 +180,7 @@ def test_files_as_they_are_in_the_wild_are_read_or_named(tmp_path: Path) -> None
         ("e.HTML", "<p>e</p>"),
         ("f.csv", "x,y"),
     ]
-    assert corpus.skipped.keys() == {"latin1.txt", "broken.md", "gone.md"}
+    assert corpus.skipped.keys() == {"latin1.txt", "utf16.txt", "broken.md", "gone.md"}
     assert "as UTF-8 text" in corpus.skipped["latin1.txt"]
     unread, repeated = corpus.notes
     for kind in ("1 .pdf file", "1 .json file", "1 other file", "1 linked folder"):

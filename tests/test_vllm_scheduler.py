@@ -1420,10 +1420,14 @@ def test_the_note_gives_each_text_that_is_not_found_its_reason_within_a_bounded_
     assert len(note) < 1000
 
 
-@pytest.mark.parametrize("lmc", [{"blend": False}, {"learn": True}], ids=["exact", "learn"])
-def test_a_request_that_is_not_blended_reports_no_found_documents(knowing, lmc):
+@pytest.mark.parametrize(
+    ("lmc", "more"),
+    [({"blend": False}, {}), ({"learn": True}, {}), (None, {"skip_reading_prefix_cache": True})],
+    ids=["exact", "learn", "prompt_logprobs"],
+)
+def test_a_request_whose_documents_are_not_looked_up_reports_none(knowing, lmc, more):
     lab = knowing()
-    request = lab.serve("one", [*SYSTEM, *SEPARATOR, *DOC_A, *SEPARATOR, *LONG, *QUESTION], lmc)
+    request = lab.serve("one", [*SYSTEM, *SEPARATOR, *DOC_A, *SEPARATOR, *LONG, *QUESTION], lmc, **more)
     assert "found_documents" not in (lab.scheduler.recent[request.request_id] or {})
 
 
