@@ -1,6 +1,7 @@
 """The object tier: the contract in memory, in a shared directory and in S3, and what can go wrong with a server."""
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -48,7 +49,9 @@ from lmc.keys import FORMAT
 from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
 from lmc.storage.tiers.objects import ObjectTier
+from lmc.storage.tiers.objects import reader as objects_reader
 from lmc.storage.tiers.objects import tier as objects_tier
+from lmc.storage.tiers.objects.reader import ONE_PIECE_SECONDS
 from lmc.storage.tiers.opening import check_packages, open_remote
 from lmc.storage.tiers.pool import PROMPTLY
 from lmc.storage.tiers.record import file_of
@@ -693,10 +696,14 @@ def test_records_that_are_announced_and_not_opened_do_not_stay_in_flight(monkeyp
 
 
 class Received:
-    """A store that counts the bytes of the objects' streams that it has handed over, at most 4096 at once."""
+    """A store that counts the bytes of the objects' streams that it has handed over, at most 4096 at once.
+
+    `ways` says of each object whether it was received as a stream or in one piece, and `broken` breaks the latter.
+    """
 
     def __init__(self, inner):
         self._inner, self.bytes, self.loop = inner, 0, None
+        self.ways, self.broken = [], False
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
@@ -704,9 +711,20 @@ class Received:
     async def get_async(self, path):
         self.loop = asyncio.get_running_loop()
         result = await self._inner.get_async(path)
-        return SimpleNamespace(meta=result.meta, stream=lambda **named: self._counted(result.stream(**named)))
+        return SimpleNamespace(
+            meta=result.meta,
+            stream=lambda **named: self._counted(result.stream(**named)),
+            bytes_async=lambda: self._whole(result),
+        )
+
+    async def _whole(self, result):
+        self.ways.append("piece")
+        if self.broken:
+            raise exceptions.GenericError("the connection was closed")
+        return await result.bytes_async()
 
     async def _counted(self, pieces):
+        self.ways.append("stream")
         async for piece in pieces:
             for at in range(0, len(piece), 4096):
                 self.bytes += len(some := bytes(piece)[at : at + 4096])
@@ -736,6 +754,24 @@ def test_a_stream_waits_for_its_reader(s3, monkeypatch, kind):
             into = memory(PARTS << 20)
             reader.read(0, PARTS, [into])
             assert bytes(into) == bytes(stored(meta))
+
+
+@pytest.mark.parametrize(("seconds", "then"), [(0.9 * ONE_PIECE_SECONDS, "piece"), (1.1 * ONE_PIECE_SECONDS, "stream")])
+def test_objects_that_arrive_quickly_are_received_in_one_piece(monkeypatch, seconds, then):
+    clock = itertools.count(step=seconds)  # Each object takes as long to arrive.
+    monkeypatch.setattr(objects_reader, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    store = Received(MemoryStore())
+    with closing(Objects(store, "a store in memory", deadline=30, lookup_seconds=30)) as tier:
+        write(tier, K0)
+        for _ in range(3):
+            assert read(tier, K0) == bytes(stored(meta_of(K0)))
+        assert store.ways == ["stream", then, then]
+        if then == "piece":
+            store.broken = True
+            with pytest.raises(OSError, match="closed"):
+                read(tier, K0)
+            assert read(tier, K0) == bytes(stored(meta_of(K0))), "as a stream"
+            assert store.ways[3:] == ["piece", "stream"]
 
 
 def test_a_closed_tier_leaves_no_thread():

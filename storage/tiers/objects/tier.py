@@ -34,7 +34,7 @@ from lmc.shapes import ALIGN
 from lmc.storage.locks import Rank, new_lock
 from lmc.storage.tiers.breaker import FAILURES, WritePause
 from lmc.storage.tiers.objects.calls import MISSING, Calls, in_thread
-from lmc.storage.tiers.objects.reader import ObjectReader, ObjectStream
+from lmc.storage.tiers.objects.reader import ObjectReader, ObjectStream, Pace
 from lmc.storage.tiers.pool import CLOSING_SECONDS, PROMPTLY, SLOWEST_RATE, PoolTier
 from lmc.storage.tiers.record import SUFFIX, RecordMeta, checksums, encode_header, file_of, removed_if_corrupt
 from lmc.storage.tiers.tier import Entry, Finding, Written
@@ -44,8 +44,8 @@ PRESENT_SECONDS, ABSENT_SECONDS = 600.0, 10.0  # for which the answer to a looku
 LOOKUP_SECONDS = 0.01  # that a lookup waits for answers
 AT_ONCE = 64  # requests of a lookup
 STREAMS_AT_ONCE = 16  # records that a thread requests at the same time
-AHEAD_BYTES = 4 << 20  # that are received of each record before they are read, at most
-ALL_AHEAD_BYTES = 64 << 20  # the same, of all records that a thread reads at the same time
+AHEAD_BYTES = 5 << 20  # that are received of each record before they are read, at most
+ALL_AHEAD_BYTES = 80 << 20  # the same, of all records that a thread reads at the same time
 WHOLE_BYTES = 64 << 20  # A larger record is uploaded in several requests.
 LISTED = 1000  # objects in one answer
 LIST_SECONDS = 30.0  # deadline for one answer
@@ -88,7 +88,7 @@ class ObjectTier(PoolTier):
         # From a directory, ranges are faster: the library streams a file in pieces of 8 KiB (0.3 instead of 2.4 GB/s).
         self._streams = not isinstance(store, LocalStore)
         self._mount = _mount_of(Path(str(store.prefix)).resolve()) if isinstance(store, LocalStore) else None
-        self._calls = Calls(title, deadline)
+        self._calls, self._pace = Calls(title, deadline), Pace()
         self._mutex = new_lock(Rank.LEAF)
         self._present: TTLCache[ChunkKey, bool] = TTLCache(KNOWN_KEYS, PRESENT_SECONDS, time.monotonic)
         self._absent: TTLCache[ChunkKey, bool] = TTLCache(KNOWN_KEYS, ABSENT_SECONDS, time.monotonic)
@@ -244,7 +244,7 @@ class ObjectTier(PoolTier):
     def _begin(self, key: ChunkKey) -> "Future[ObjectStream]":
         # From a directory, the stream has the header only.
         ahead = self._announced.ahead if self._streams else ALIGN
-        return self._calls.begin(ObjectStream.of(self._store, self._path(key), ahead))
+        return self._calls.begin(ObjectStream.of(self._store, self._path(key), ahead, self._pace))
 
     def _reader(self, key: ChunkKey, discard: Callable[[ChunkKey], object]) -> ObjectReader:
         return self._reader_of(key, self._answer(self._begin(key)), discard)
