@@ -193,7 +193,7 @@ def disk_of(engine: CacheEngine) -> DiskTier:
 
 def prepared(name: str, engine: CacheEngine, numbers: list[int], new: int) -> Callable[[], bool]:
     """Return an operation with these records, which returns whether it found or stored what it should."""
-    tier, meta = disk_of(engine), meta_of(new)
+    tier = disk_of(engine)
     if name == "prompt":
         hashes = [block for number in numbers for block in blocks_of(number)]
         match = Match(prompt=PROMPT * TOKENS + 1, exact_stop=PROMPT * TOKENS)
@@ -201,6 +201,7 @@ def prepared(name: str, engine: CacheEngine, numbers: list[int], new: int) -> Ca
     if name == "lookup":
         keys = [CHAIN.key(blocks_of(number)[-1]) for number in numbers]
         return lambda: all(tier.contains(keys))
+    meta = meta_of(new)
     return lambda: tier.write(meta, [PART]) is Written.STORED
 
 

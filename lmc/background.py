@@ -1,7 +1,9 @@
-"""Background work in threads of an engine's process, which must not slow down the engine's steps."""
+"""Background work in threads: work that must not slow down an engine's steps, and methods that are called regularly."""
 
+import threading
 import time
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -43,3 +45,19 @@ class Background:
                 if self.is_running:
                     time.sleep(min(RESTS * worked, LONGEST_REST))
                 since = time.thread_time()
+
+
+def repeat(method: Callable[[], object], seconds: float, ended: threading.Event, name: str) -> threading.Thread:
+    """Call a method every `seconds` in a thread, until `ended` is set or the method's object is garbage-collected."""
+    thread = threading.Thread(target=_repeat, args=(weakref.WeakMethod(method), seconds, ended), name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _repeat(reference: "weakref.WeakMethod[Callable[[], object]]", seconds: float, ended: threading.Event) -> None:
+    while not ended.wait(seconds):
+        method = reference()
+        if method is None:
+            return
+        method()
+        del method  # The object must not be kept while this waits.

@@ -5,6 +5,8 @@ import importlib.util
 import os
 import shutil
 import tempfile
+import threading
+from collections.abc import Iterator
 
 # Before anything imports the hub's library: without a network it would try for half a minute.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -50,6 +52,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if long:
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+@pytest.fixture
+def every_thread_ends_well(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail if a thread ends with an error. Modules use it for all of their tests."""
+    ended: list[str] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: ended.append(f"{args.thread}: {args.exc_value!r}"))
+    yield
+    assert ended == []
 
 
 # Tests of the vLLM connector need an environment with vLLM (`make test` makes it and runs them there).

@@ -5,16 +5,22 @@ from contextlib import closing
 import pytest
 from azure_servers import ENVIRONMENT, azure_url, azurite_server, find_azurite
 from s3_servers import Proxy
-from storage_fakes import PARTS, eventually, meta_of, stored
-from test_objects import ObjectContract, Objects, assert_missing, opened, raw_read
+from storage_fakes import eventually, meta_of, stored
+from test_objects import (
+    LARGE,
+    ObjectContract,
+    Objects,
+    assert_missing_until_written_again,
+    large,
+    opened,
+    raw_read,
+)
 from tier_contract import K0, K1, read, write
 
 from lmc.config.remote_url import ObjectURL, parse_remote_url
 from lmc.config.settings import Settings
 from lmc.errors import TierUnusable
-from lmc.storage.tiers.objects import tier as objects_tier
 from lmc.storage.tiers.opening import object_store
-from lmc.storage.tiers.tier import Written
 
 pytestmark = pytest.mark.long
 
@@ -88,14 +94,8 @@ def test_a_storage_that_fails_costs_misses_until_it_works(proxy, mode):
 
 
 def test_a_large_record_is_uploaded_in_blocks_and_found_when_all_are_there(proxy, monkeypatch):
-    monkeypatch.setattr(objects_tier, "WHOLE_BYTES", 1 << 20)
-    large = meta_of(K0, PARTS, 4 << 20)
+    large(monkeypatch)
     with closing(opened_by(azure_url(proxy.port, "large"))) as tier:
-        proxy.mode, proxy.only = "fail", "comp=blocklist"
-        with pytest.raises(OSError, match="Azure container"):
-            tier.write(large, [stored(large)])
-        assert_missing(tier)
-        proxy.mode = "pass"
-        assert tier.write(large, [stored(large)]) is Written.STORED
+        assert_missing_until_written_again(tier, proxy, "comp=blocklist", "Azure container")
         assert len([request for request in proxy.requests if "comp=block&" in request]) >= 2 * 3
-        assert (read(tier, K0), len(raw_read(tier, K0))) == (bytes(stored(large)), 4096 + large.memory)
+        assert len(raw_read(tier, K0)) == 4096 + LARGE.memory

@@ -296,13 +296,7 @@ def test_a_large_record_is_uploaded_in_several_requests(proxy, monkeypatch):
 def test_a_large_record_of_which_a_request_fails_is_missing_until_it_is_written_again(proxy, monkeypatch):
     large(monkeypatch)
     with closing(Objects(bucket(proxy.port, "partial"), "S3", deadline=30, lookup_seconds=30)) as tier:
-        proxy.mode, proxy.only = "fail", "partNumber=3"
-        with pytest.raises(OSError, match="S3"):
-            tier.write(LARGE, [stored(LARGE)])
-        assert_missing(tier)
-        proxy.mode = "pass"
-        assert tier.write(LARGE, [stored(LARGE)]) is Written.STORED
-        assert read(tier, K0) == bytes(stored(LARGE))
+        assert_missing_until_written_again(tier, proxy, "partNumber=3", "S3")
 
 
 @pytest.mark.parametrize("when", ["partNumber=2", "uploadId="], ids=["amid the bytes", "before the end"])
@@ -323,6 +317,17 @@ def test_a_killed_upload_leaves_nothing_that_is_found(proxy, s3, when):
 def write_large(port):
     objects_tier.WHOLE_BYTES = 1 << 20
     Objects(bucket(port, "killed"), "S3", deadline=60, lookup_seconds=30).write(LARGE, [stored(LARGE)])
+
+
+def assert_missing_until_written_again(tier, proxy, failing, title):
+    """An upload of `LARGE` of which the requests with the text `failing` fail; `title` is the store's in errors."""
+    proxy.mode, proxy.only = "fail", failing
+    with pytest.raises(OSError, match=title):
+        tier.write(LARGE, [stored(LARGE)])
+    assert_missing(tier)
+    proxy.mode = "pass"
+    assert tier.write(LARGE, [stored(LARGE)]) is Written.STORED
+    assert read(tier, K0) == bytes(stored(LARGE))
 
 
 def assert_missing(tier):

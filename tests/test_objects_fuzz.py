@@ -5,7 +5,6 @@ how often this request came, and so not from the order of requests that are in f
 """
 
 import random
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -37,6 +36,8 @@ from lmc.storage.tiers.objects import ObjectTier
 from lmc.storage.tiers.objects import tier as objects_tier
 from lmc.storage.tiers.record import file_of
 from lmc.storage.tiers.tier import Tier
+
+pytestmark = pytest.mark.usefixtures("every_thread_ends_well")
 
 SERVERS = some(300)
 DEADLINE = 0.3
@@ -217,14 +218,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breaker, "LONGEST_PAUSE", 0.01)
     monkeypatch.setattr(objects_tier, "LIST_SECONDS", DEADLINE)
     monkeypatch.setattr(objects_tier, "PAUSE_SECONDS", 0.0)
-
-
-@pytest.fixture(autouse=True)
-def every_thread_ends_well(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    ended: list[str] = []
-    monkeypatch.setattr(threading, "excepthook", lambda args: ended.append(f"{args.thread}: {args.exc_value!r}"))
-    yield
-    assert ended == []
 
 
 def test_servers_that_lie_get_errors_and_misses_out_of_a_tier_and_afterwards_it_works(s3):

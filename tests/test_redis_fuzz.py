@@ -28,6 +28,7 @@ from lmc.storage.tiers.redis import RedisTier
 from lmc.storage.tiers.tier import Tier, Written
 
 pytest_plugins = ["redis_servers"]
+pytestmark = pytest.mark.usefixtures("every_thread_ends_well")
 
 RECORDS, SERVERS, FORGED = some(5000), some(500), some(500)
 LIMIT = 2.5  # seconds: the deadline, and room for a machine that is busy with something else
@@ -424,14 +425,6 @@ def try_all(tier: RedisTier) -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The breaker tries again, and meets what the tests have for it, while a test waits."""
     monkeypatch.setattr(breaker, "FIRST_PAUSE", 0.001)
-
-
-@pytest.fixture(autouse=True)
-def every_thread_ends_well(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    ended: list[str] = []
-    monkeypatch.setattr(threading, "excepthook", lambda args: ended.append(f"{args.thread}: {args.exc_value!r}"))
-    yield
-    assert ended == []
 
 
 @pytest.mark.usefixtures("quick")

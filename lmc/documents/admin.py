@@ -187,7 +187,7 @@ class DocumentAdmin:
         places = (place for source in match.sources for place in source.store.copies(document.keys))
         return {
             "id": document.id,
-            "name": next(iter(document.names), ""),
+            "name": document.first_name,
             "names": document.names,
             "tokens": len(document.tokens),
             "begins": begins,

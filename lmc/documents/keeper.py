@@ -9,11 +9,11 @@ import logging
 import sqlite3
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
+from lmc.background import repeat
 from lmc.config.sources import checks_integrity
 from lmc.documents.kept import KeptDocument, KeptDocuments
 from lmc.documents.known import REMOVED_BY_USER, KnownDocument, KnownDocuments
@@ -120,6 +120,7 @@ class Keeper(DocumentKeeper):
         )  # held while rows are written, so that they agree with `_kept`; before the mutex
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+        self._unrestored = 0.0  # seconds since pinned documents were restored; only the thread uses it
         self._checks_integrity = checks_integrity()
         self._start()
 
@@ -363,9 +364,20 @@ class Keeper(DocumentKeeper):
         with self._mutex:
             needed = self._kept or self._unwritten or self._checks_integrity
             if self._thread is None and needed and not self._ended.is_set():
-                arguments = weakref.ref(self), self._ended
-                self._thread = threading.Thread(target=_check_documents, args=arguments, name="lmc-keeper", daemon=True)
-                self._thread.start()
+                self._thread = repeat(self._check, EXPIRY_SECONDS, self._ended, "lmc-keeper")
+
+    def _check(self) -> None:
+        """Remove expired documents and, every `RESTORE_SECONDS`, restore pinned ones and check the integrity."""
+        try:
+            self.remove_expired()
+            self._write_rest()
+            self._unrestored += EXPIRY_SECONDS
+            if self._unrestored >= RESTORE_SECONDS:
+                self._unrestored = 0.0
+                self.check_integrity()
+                self.restore()
+        except Exception:
+            log.exception("lmc: the check of pinned documents failed unexpectedly and will be retried")
 
 
 def _batches(documents: Sequence[KnownDocument]) -> Iterator[list[KnownDocument]]:
@@ -384,23 +396,3 @@ def _batches(documents: Sequence[KnownDocument]) -> Iterator[list[KnownDocument]
         chunks += len(document.keys)
     if batch:
         yield batch
-
-
-def _check_documents(reference: "weakref.ref[Keeper]", ended: threading.Event) -> None:
-    """Remove and restore documents until the keeper is closed or garbage-collected."""
-    since = 0.0
-    while not ended.wait(EXPIRY_SECONDS):
-        keeper = reference()
-        if keeper is None:
-            return
-        try:
-            keeper.remove_expired()
-            keeper._write_rest()
-            since += EXPIRY_SECONDS
-            if since >= RESTORE_SECONDS:
-                since = 0.0
-                keeper.check_integrity()
-                keeper.restore()
-        except Exception:
-            log.exception("lmc: the check of pinned documents failed unexpectedly and will be retried")
-        del keeper

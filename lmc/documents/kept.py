@@ -32,9 +32,10 @@ CREATE TABLE IF NOT EXISTS kept (
     encrypted INT, PRIMARY KEY (layout, id)
 )
 """
-ADD = "INSERT INTO kept VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (layout, id) DO NOTHING"
+INSERT = "INSERT INTO kept VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (layout, id) DO"
+ADD = f"{INSERT} NOTHING"
 PUT = f"""
-{ADD.removesuffix("NOTHING")} UPDATE SET
+{INSERT} UPDATE SET
     pinned = excluded.pinned, expires = excluded.expires, text = excluded.text, encrypted = excluded.encrypted
 """
 

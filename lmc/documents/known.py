@@ -73,6 +73,11 @@ class KnownDocument:
         return names_in(self.name)
 
     @property
+    def first_name(self) -> str:
+        """The first of its names; empty without one."""
+        return next(iter(self.names), "")
+
+    @property
     def kept(self) -> bool:
         """Whether it must not be forgotten, because it is pinned or has a time limit."""
         return bool(self.pinned or self.expires)

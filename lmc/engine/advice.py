@@ -184,7 +184,7 @@ def _tokens_of(documents: Iterable[tuple[KnownDocument, int]]) -> "Counter[str]"
 
 
 def _name(document: KnownDocument) -> str:
-    return next(iter(document.names), document.id[:ID_DIGITS])
+    return document.first_name or document.id[:ID_DIGITS]
 
 
 def _first_of(names: Iterable[str]) -> str:

@@ -107,7 +107,7 @@ class CacheEngine:
         self.recall = Recall(self.store.records(), self._take, self.known.prepare, self.background)
         self._recalls = [self.recall]  # and a later one of the documents of a cache server
         self.promotion = Promotion(store, self.background)
-        self._speeds = self._open_speeds(namespace, processor or processor_of(self._device))
+        self._speeds = self._open_speeds(namespace, processor)
         self.keeper = self._open_keeper()
         self.store.trim()  # only now, because it must know which documents are pinned
 
@@ -529,7 +529,8 @@ class CacheEngine:
         directory = self.settings.local_disk
         if directory is None or self.server is not None:
             return None
-        return SpeedFile(directory, setup_of(self.settings, namespace, processor), self.store.cost)
+        setup = setup_of(self.settings, namespace, processor or processor_of(self._device))
+        return SpeedFile(directory, setup, self.store.cost)
 
     def _open_keeper(self) -> DocumentKeeper:
         def removed(document: KnownDocument) -> None:

@@ -83,7 +83,7 @@ def _known(engine: CacheEngine, document: DocumentMatch) -> dict[str, Any]:
     if known is None:
         return {}
     first = document.pieces[0].first - len(engine.prefix)
-    return {"known": known.id, "name": next(iter(known.names), ""), "first": first}
+    return {"known": known.id, "name": known.first_name, "first": first}
 
 
 def _why_known_no_more(engine: CacheEngine, prompt: Sequence[int], document: DocumentMatch, salt: str) -> str:

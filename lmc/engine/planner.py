@@ -183,8 +183,7 @@ def computing(plan: Plan, size_of: Callable[[Piece], int], cost: CostModel, poli
 
     None if this is not known, and if the plan loads in any case.
     """
-    offer = _offer(plan, size_of)
-    return cost.computing(offer) if offer.records and policy is LoadPolicy.AUTO else None
+    return cost.computing(_offer(plan, size_of)) if policy is LoadPolicy.AUTO else None
 
 
 def without_slow_blend(plan: Plan, size_of: Callable[[Piece], int], cost: CostModel, policy: LoadPolicy) -> Plan:

@@ -9,7 +9,6 @@ import json
 import logging
 import platform
 import threading
-import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from lmc.background import repeat
 from lmc.config.settings import Settings
 from lmc.keys import Namespace
 from lmc.small_files import replace_bytes
@@ -52,9 +52,7 @@ class SpeedFile:
         self._saved = self._read().get(setup, {})
         cost.restore(self._saved)
         self._ended = threading.Event()
-        arguments = weakref.ref(self), self._ended
-        self._thread = threading.Thread(target=_save_regularly, args=arguments, name="lmc-speeds", daemon=True)
-        self._thread.start()
+        self._thread = repeat(self.save, SAVE_SECONDS, self._ended, "lmc-speeds")
 
     def close(self) -> None:
         """Save the speeds a last time."""
@@ -81,13 +79,3 @@ class SpeedFile:
             if isinstance(found, dict) and all(isinstance(speeds, dict) for speeds in found.values()):
                 return found
         return {}
-
-
-def _save_regularly(reference: "weakref.ref[SpeedFile]", ended: threading.Event) -> None:
-    """Save speeds until the file is closed or garbage-collected."""
-    while not ended.wait(SAVE_SECONDS):
-        file = reference()
-        if file is None:
-            return
-        file.save()
-        del file

@@ -128,7 +128,7 @@ class Claims:
         room = self._engine.store.slots // 2 - self._engine.store.held()
         self._pin(state, away[: max(0, room)])
         chunks.loads, chunks.begun_at = tuple(chunks.pins), self._setup.clock()
-        chunks.computing = self._engine.computing(plan)
+        chunks.computing = self._engine.computing(plan) if away else None
 
     def make(self, state: RequestState, local: int) -> Plan | None:
         """Return the best plan after `local` tokens, and pin its chunks.
@@ -189,7 +189,7 @@ class Claims:
     def waits(self, state: RequestState) -> bool:
         """Return whether no part of a pinned chunk has arrived yet, and the request should go on waiting for it."""
         store = self._engine.store
-        return not (self.is_late(state) or self.is_slow(state)) and any(
+        return not self._should_end(state) and any(
             store.state(pin) is PinState.COMING and not store.arrived(pin) for pin in state.chunks.pins.values()
         )
 
@@ -214,8 +214,7 @@ class Claims:
         """Release lost chunks and, if the load is late or slow, incomplete ones. Returns whether any was released."""
         self.note_progress(state)
         lost = self._give_up(state, PinState.LOST)
-        ends = self.is_late(state) or self.is_slow(state)
-        return (ends and self._give_up(state, PinState.COMING)) or lost
+        return (self._should_end(state) and self._give_up(state, PinState.COMING)) or lost
 
     def release(self, state: RequestState) -> None:
         """Release everything that is pinned for a request."""
@@ -233,6 +232,10 @@ class Claims:
         """Release chunks without waiting for their loads, because workers check the tags of the slots they read."""
         if keys:
             self._engine.store.release([state.chunks.pins.pop(key) for key in keys], wait=False)
+
+    def _should_end(self, state: RequestState) -> bool:
+        """Return whether a load is late or slow."""
+        return self.is_late(state) or self.is_slow(state)
 
     def _compute_instead(self, state: RequestState) -> None:
         """Load nothing more from slower tiers for a request. It keeps the chunks that have arrived."""

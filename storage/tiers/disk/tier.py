@@ -28,6 +28,7 @@ from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
 
+from lmc.background import repeat
 from lmc.errors import CorruptRecord, TierUnusable
 from lmc.keys import ChunkKey, RecordKind
 from lmc.shapes import MIB
@@ -124,11 +125,7 @@ class DiskTier:
                 leftover.unlink(missing_ok=True)
             self._rows = DiskIndex(self.root)
             self._load(self._rows)
-            arguments = weakref.ref(self), self._closed
-            self._applying = threading.Thread(
-                target=_apply_uses_regularly, args=arguments, name="lmc-disk-uses", daemon=True
-            )
-            self._applying.start()
+            self._applying = repeat(self.apply_uses, USES_SECONDS, self._closed, "lmc-disk-uses")
             if not document_share:  # With a share, the protected records are not known yet.
                 self.trim()
         except OSError as error:
@@ -602,16 +599,6 @@ class DiskTier:
         if time.monotonic() >= self._paused_until:
             log.warning("disk tier %s %s; storing pauses for %.0f s, reading goes on", self.root, why, PAUSE_SECONDS)
         self._paused_until = time.monotonic() + PAUSE_SECONDS
-
-
-def _apply_uses_regularly(reference: "weakref.ref[DiskTier]", closed: threading.Event) -> None:
-    """Apply uses until the tier is closed or garbage-collected."""
-    while not closed.wait(USES_SECONDS):
-        tier = reference()
-        if tier is None:
-            return
-        tier.apply_uses()
-        del tier
 
 
 def _header(meta: RecordMeta, sums: tuple[int, ...]) -> memoryview:
