@@ -62,9 +62,9 @@ MAX_WAIT_STEPS = 100
 
 
 class Handshake(vllm_api.KVConnectorHandshakeMetadata):
-    """Carries a worker's facts to the scheduler."""
+    """Carries a worker's facts to the scheduler; None if lmc failed at the worker's start."""
 
-    def __init__(self, facts: WorkerFacts) -> None:
+    def __init__(self, facts: WorkerFacts | None) -> None:
         self.facts = facts
 
 
@@ -90,10 +90,12 @@ class WorkerMetadata(vllm_api.KVConnectorWorkerMetadata):
 class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     """Exact KV offload and CacheBlend for an unmodified vLLM.
 
-    An engine whose model lmc does not support starts as well: both sides of lmc are then idle.
+    An engine whose model lmc does not support starts as well, and so does one in which lmc fails at the start: both
+    sides of lmc are then idle.
     """
 
-    _objection = ""  # why lmc does nothing for the model
+    _objection = ""  # why lmc does nothing
+    _is_alone = False  # whether the worker has registered, and there are no other connectors
     _wait_steps = 0  # remaining steps that the engine makes, even without requests, to get the workers' facts
     _worker: Worker | None = None
     _scheduler: Scheduler | None = None
@@ -112,14 +114,11 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self.settings = settings_of_engine(Settings.load(transfer.kv_connector_extra_config), engines, number)
         if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
             raise ConfigError("lmc does not support context parallelism: start vLLM without it, or without lmc")
-        self._objection = objection(vllm_config.model_config, kv_cache_config)
-        self._windows = () if self._objection else windows_of(kv_cache_config)
-        self._states = frozenset() if self._objection else states_of(kv_cache_config)
-
+        self._windows: tuple[int, ...] = ()
+        self._states: frozenset[int] = frozenset()
         self._stop_admin: Callable[[], None] | None = None
         self._publisher: DocumentPublisher | None = None
         self._facts: WorkerFacts | None = None
-        self._beside: list[str] | None = None  # class names of the other connectors; None without `MultiConnector`
         self._reports_facts = False
         self._early_requests: list[Any] = []
         self._early_facts: dict[tuple[int, int], WorkerFacts] = {}
@@ -131,27 +130,40 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         among_ranks = parallel.tensor_parallel_size > 1 and role is vllm_api.KVConnectorRole.WORKER
         is_scheduler = role is vllm_api.KVConnectorRole.SCHEDULER
         self._guard = HookGuard(raises=among_ranks, switches=is_scheduler)
+        with self._guard.part_of_start(self._disable):
+            self._examine_model(kv_cache_config, is_scheduler=is_scheduler)
+
+    def _examine_model(self, kv_cache_config: Any, *, is_scheduler: bool) -> None:
+        """Decide whether and how lmc serves the engine's model, and create the worker's side."""
+        config, block_size = self._config, self._config.cache_config.block_size
+        self._objection = objection(config.model_config, kv_cache_config)
         if self._objection:
-            if role is vllm_api.KVConnectorRole.SCHEDULER:
+            if is_scheduler:
                 log.warning("lmc is disabled for this model: %s", self._objection)
             return
+        self._windows, self._states = windows_of(kv_cache_config), states_of(kv_cache_config)
         if is_scheduler:
             check_server(self.settings)
-        use_one_table(vllm_config)
-        if is_scheduler and len(self._windows) == 1 and (price := price_of_one_table(vllm_config.model_config)):
+        use_one_table(config)
+        if is_scheduler and len(self._windows) == 1 and (price := price_of_one_table(config.model_config)):
             log.warning(price)
         if self._states:
-            self.settings = with_fitting_chunks(self.settings, vllm_config.cache_config.block_size)
-        check_chunk_size(self.settings, vllm_config.cache_config.block_size)
-        if role is vllm_api.KVConnectorRole.WORKER:
-            describe_sharing_layers(vllm_config, kv_cache_config)
-            self._worker = Worker(vllm_config, kv_cache_config, blends=self.settings.enable_blending)
+            self.settings = with_fitting_chunks(self.settings, block_size)
+        check_chunk_size(self.settings, block_size)
+        transfer = config.kv_transfer_config
+        if not is_scheduler:
+            describe_sharing_layers(config, kv_cache_config)
+            self._worker = Worker(config, kv_cache_config, blends=self.settings.enable_blending)
         elif transfer.kv_load_failure_policy != "recompute":
             log.warning(
                 "kv_load_failure_policy is %r, so a failed load will fail its request: add "
                 '"kv_load_failure_policy":"recompute" to --kv-transfer-config',
                 transfer.kv_load_failure_policy,
             )
+
+    def _disable(self) -> None:
+        """Serve the engine without lmc, after an error at the start."""
+        self._objection, self._worker = "lmc failed at its start", None
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -167,7 +179,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: vllm_api.VllmConfig) -> str | None:
         """Return None, because lmc supports any layout. vLLM calls this just before it groups layers by cache type."""
-        use_one_table(vllm_config)
+        with HookGuard().part_of_start(lambda: None):  # It is called again when the connector is created.
+            use_one_table(vllm_config)
         return None
 
     # -- worker ------------------------------------------------------------------------------------------------------
@@ -176,14 +189,16 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         """Examine the engine's KV cache and model."""
         if self._worker is None:
             return
-        self._beside = multi.neighbours(self, vllm_api.get_kv_transfer_group())
-        self._reports_facts = self._beside is not None
-        why_not = multi.blending_objection(self._beside or [])
-        self._facts = self._worker.register(kv_caches, loaded_model(), loaded_draft_model(), why_not)
+        with self._guard.part_of_start(self._disable):
+            others = multi.neighbours(self, vllm_api.get_kv_transfer_group())
+            self._is_alone = others is None
+            why_not = multi.blending_objection(others or [])
+            self._facts = self._worker.register(kv_caches, loaded_model(), loaded_draft_model(), why_not)
+            self._reports_facts = not self._is_alone
 
     def get_handshake_metadata(self) -> Handshake | None:
         """Return this worker's facts for the scheduler; None if there are other connectors, or if lmc is idle."""
-        return None if self._facts is None or self._beside is not None else Handshake(self._facts)
+        return Handshake(self._facts) if self._is_alone else None
 
     def unregister_kv_caches(self) -> None:
         """End all loads and learning, because the engine is about to free its KV cache, for example to sleep."""
@@ -276,21 +291,25 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             return
         ours = {rank: given.facts for rank, given in metadata.items() if isinstance(given, Handshake)}
         if ours:
-            self._open(ours)
+            with self._guard.part_of_start(self._disable):
+                self._open(ours)
         else:
             self._wait_steps = MAX_WAIT_STEPS
 
-    def _open(self, facts: Mapping[tuple[int, int], WorkerFacts]) -> None:
+    def _open(self, facts: Mapping[tuple[int, int], WorkerFacts | None]) -> None:
         """Open the store, now that all workers have reported."""
-        workers = [facts[rank] for rank in sorted(facts)]
+        workers = [worker for rank in sorted(facts) if (worker := facts[rank])]
         cache = self._config.cache_config
         parallel, settings = self._config.parallel_config, self.settings
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        if len(workers) != ranks:
+        if len(facts) != ranks:
             raise ConfigError(
-                f"lmc sees {len(workers)} of {ranks} workers, but needs one scheduler for all ranks: use an executor "
+                f"lmc sees {len(facts)} of {ranks} workers, but needs one scheduler for all ranks: use an executor "
                 "of kind mp or ray, not external_launcher"
             )
+        if len(workers) < ranks:
+            self._give_up("it failed at the start of a worker, whose log has the error")
+            return
         if self._pool.hash_block_size != cache.block_size:
             log.warning("lmc is disabled, because --prefix-match-unit is not the block size of %d", cache.block_size)
             return

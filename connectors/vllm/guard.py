@@ -1,13 +1,16 @@
 """Guards vLLM against errors of lmc: an error in a hook is a cache miss for its request, and never stops the engine.
 
 The first error of each hook is logged with its traceback. After `MAX_ERRORS` errors, lmc switches itself off, and later
-requests are served without lmc.
+requests are served without lmc. After an error at the start, all requests are.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
+
+from lmc.errors import LmcError
 
 T = TypeVar("T")
 
@@ -28,6 +31,22 @@ class HookGuard:
         """
         self._raises, self._switches, self._handed_over = raises, switches, 0
         self.errors: Counter[str] = Counter()  # number of errors by hook
+
+    @contextmanager
+    def part_of_start(self, disable: Callable[[], object]) -> Iterator[None]:
+        """Call `disable` if a part of the start raises an error, so that vLLM starts without lmc.
+
+        Errors that lmc raises on purpose, such as that of a wrong setting, end the start.
+        """
+        try:
+            yield
+        except LmcError:
+            raise
+        except Exception:
+            if self._raises:
+                raise
+            log.exception("lmc failed at its start and is disabled; vLLM continues without it. Report this error")
+            disable()
 
     @property
     def off(self) -> bool:

@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 from lmc.blend.markers import Markers
 from lmc.config.settings import Settings
 from lmc.connectors.vllm.connector import MAX_WAIT_STEPS, Handshake, LMCConnector, WorkerMetadata
+from lmc.connectors.vllm.guard import HookGuard
 from lmc.connectors.vllm.messages import StepPlan, StepReport, WorkerFacts
 from lmc.connectors.vllm.plugin import loaded_model
 from lmc.connectors.vllm.scheduler.admin import Administration
@@ -107,6 +108,14 @@ def test_after_all_that_a_blend_still_works(lab):
 # -- the engine -------------------------------------------------------------------------------------------------------
 
 
+def raise_error(*_, **__):
+    """Raise what no code of lmc expects."""
+    raise RuntimeError("planted")
+
+
+FAILS_AT_START = ["connector.windows_of", "worker.worker.Worker.register", "connector.open_engine"]
+
+
 @contextmanager
 def started(lab, **settings):
     """One more connector for the scheduler of an engine that runs, as the engine has started its own."""
@@ -120,6 +129,12 @@ def started(lab, **settings):
         yield connector, LMCConnector(config, KVConnectorRole.WORKER, lab.scheduler.kv_cache_config)
     finally:
         connector.shutdown()
+
+
+def caches_of(lab):
+    """The engine's KV caches by layer, as it registers them."""
+    layers = lab.llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    return {name: layer.kv_cache for name, layer in layers.items()}
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -152,8 +167,7 @@ def test_without_enable_blending_a_model_that_could_be_blended_is_not(lab, monke
     off = {"enable_blending": False}
     with started(lab, **off) as (connector, side):
         assert setup_of(connector).blends, "the control: the engine's own worker can"
-    layers = lab.llm.llm_engine.vllm_config.compilation_config.static_forward_context
-    side.register_kv_caches({name: layer.kv_cache for name, layer in layers.items()})
+    side.register_kv_caches(caches_of(lab))
     monkeypatch.setattr("test_wrong_use.get_kv_transfer_group", lambda: side)
     with started(lab, **off) as (connector, _):
         setup = setup_of(connector)
@@ -188,6 +202,17 @@ def test_without_a_load_failure_policy_a_warning_says_what_to_add(models, caplog
         lab.ask(words(100, 1))
     assert "kv_load_failure_policy is 'fail', so a failed load will fail its request" in caplog.text
     assert """add "kv_load_failure_policy":"recompute" to --kv-transfer-config""" in caplog.text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("where", FAILS_AT_START)
+def test_an_engine_in_which_lmc_fails_at_the_start_answers(models, monkeypatch, caplog, where):
+    monkeypatch.setattr(f"lmc.connectors.vllm.{where}", raise_error)
+    with engine(models("llama")) as lab:
+        assert "lmc failed at its start and is disabled" in caplog.text
+        assert len(answer(lab.ask(PROMPT.tokens, PROMPT.blend()))) == 8
+        assert facts(lab.ask(PROMPT.tokens)) == {}
+        assert lab.pool.get_num_free_blocks() == lab.free_at_start
 
 
 @pytest.mark.long
@@ -277,7 +302,7 @@ class Bare(LMCConnector):
 
     def __init__(self, config=None, **settings) -> None:
         self.settings, self._config, self._scheduler = Settings(**settings), config or config_of(), None
-        self._early_facts, self._early_requests = {}, []
+        self._early_facts, self._early_requests, self._guard = {}, [], HookGuard()
 
     def markers_of(self, tokenizer):
         return self._markers(tokenizer)
@@ -325,16 +350,54 @@ def test_a_model_for_which_the_engine_caches_no_prefixes_is_left_alone(caplog, m
     assert caplog.text.count("lmc is disabled for this model: its pooling needs every prompt token") == 1
     worker.register_kv_caches({})
     assert worker.get_handshake_metadata() is None
+    connector.set_xfer_handshake_metadata_pp_aware({})
+    assert_scheduler_idle(connector)
+    assert_worker_idle(worker)
+
+
+def assert_worker_idle(worker):
+    """The worker's side of a connector does nothing."""
     worker.start_load_kv(None)
     worker.wait_for_save()
     assert worker.get_finished({"a request"}) == (None, None)
     assert worker.get_block_ids_with_load_errors() == set()
     assert worker.build_connector_worker_meta() is None
-    connector.set_xfer_handshake_metadata_pp_aware({})
+
+
+def assert_scheduler_idle(connector):
+    """The scheduler's side of a connector does nothing, and waits for nothing."""
     assert connector.get_num_new_matched_tokens(None, 0) == (0, False)
     assert connector.request_finished(None, []) == (False, None)
     assert not connector.build_connector_meta(None).plan.saves
     assert not connector.has_pending_push_work()
+
+
+@pytest.mark.parametrize("where", FAILS_AT_START)
+def test_after_an_error_at_its_start_lmc_is_idle(lab, monkeypatch, caplog, where):
+    """An engine in which lmc fails before the first request serves without it."""
+
+    monkeypatch.setattr(f"lmc.connectors.vllm.{where}", raise_error)
+    group = lab.scheduler.kv_cache_config
+    side = LMCConnector(lab.llm.llm_engine.vllm_config, KVConnectorRole.WORKER, group)
+    side.register_kv_caches(caches_of(lab))
+    monkeypatch.setattr("test_wrong_use.get_kv_transfer_group", lambda: side)
+    with started(lab) as (connector, _):
+        assert_scheduler_idle(connector)
+    if where != "connector.open_engine":
+        assert_worker_idle(side)
+    assert "lmc failed at its start and is disabled; vLLM continues without it" in caplog.text
+    assert "RuntimeError: planted" in caplog.text
+    assert ("it failed at the start of a worker" in caplog.text) == (where == "worker.worker.Worker.register")
+
+
+def test_an_error_at_the_start_of_one_of_several_ranks_ends_the_start(lab, monkeypatch):
+    """The other ranks may wait for this one in the middle of the self-test."""
+
+    config = config_of(tensor_parallel_size=2)
+    monkeypatch.setattr(KVConnectorBase_V1, "__init__", lambda *_, **__: None)
+    monkeypatch.setattr("lmc.connectors.vllm.connector.objection", raise_error)
+    with pytest.raises(RuntimeError, match="planted"):
+        LMCConnector(config, KVConnectorRole.WORKER, SimpleNamespace(kv_cache_groups=[SimpleNamespace()]))
 
 
 def test_facts_that_never_come_end_the_waiting_with_a_warning(caplog):
