@@ -15,7 +15,7 @@ counted together: most may never have enough for a count of their own.
 
 from cachetools import LRUCache
 
-FIRST_BLENDS = 8  # number of blends before the counts are compared
+FIRST_BLENDS = 4  # number of blends before the counts are compared
 FADE = 15 / 16  # Each blend multiplies the weight of what was counted before it by this.
 TRIAL_EVERY = 16
 MAX_TENANTS = 1024  # that are counted apart, the most recent ones
