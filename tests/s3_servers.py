@@ -39,8 +39,8 @@ def find_rclone() -> str | None:
 
 
 @contextmanager
-def rclone_server() -> Iterator[int]:
-    """The port of an S3 server of rclone with one bucket, which is a directory.
+def rclone_server(*, login: bool = True) -> Iterator[int]:
+    """The port of an S3 server of rclone with one bucket, which is a directory. Requests are signed with `login`.
 
     It calculates no checksums of what it reads. With them, its reads have a quarter of the speed. It does not remove
     folders that become empty, because a write to such a folder would fail meanwhile.
@@ -49,11 +49,12 @@ def rclone_server() -> Iterator[int]:
     assert rclone is not None
     with tempfile.TemporaryDirectory(prefix="lmc-rclone-") as folder:
         (Path(folder) / BUCKET).mkdir()
-        login = ",".join([ENVIRONMENT["AWS_ACCESS_KEY_ID"], ENVIRONMENT["AWS_SECRET_ACCESS_KEY"]])
-        command = [rclone, "serve", "s3", f"--addr=127.0.0.1:{port}", f"--auth-key={login}", "--etag-hash="]
+        command = [rclone, "serve", "s3", f"--addr=127.0.0.1:{port}", "--etag-hash="]
+        if login:
+            command.append(f"--auth-key={ENVIRONMENT['AWS_ACCESS_KEY_ID']},{ENVIRONMENT['AWS_SECRET_ACCESS_KEY']}")
         command += ["--no-checksum", "--no-cleanup", "--buffer-size=0", f"--config={os.devnull}", folder]
         with running(command):
-            first_status(port, "GET", "/")  # an error, because the request is not signed
+            first_status(port, "GET", "/")  # an error, if requests have to be signed
             yield port
 
 

@@ -155,11 +155,11 @@ def object_store(remote: ObjectURL, deadline: float) -> Any:
             f"remote_url ({remote}): {', '.join(own)} cannot be set there: an endpoint that begins with http:// needs "
             "no allow_http, remote_deadline is the timeout, and a proxy is set in the environment (HTTPS_PROXY)"
         )
-    endpoints = (config.get("endpoint"), *(os.environ.get(name) for name in ENDPOINTS))
+    addresses = (*config.values(), *(os.environ.get(name) for name in ENDPOINTS))
     client = {
         "connect_timeout": timedelta(seconds=deadline),
         "timeout": timedelta(seconds=ANSWER_SECONDS),
-        "allow_http": any(str(endpoint).startswith("http://") for endpoint in endpoints),
+        "allow_http": any(str(address).startswith("http://") for address in addresses),
     }
     try:
         return from_url(
