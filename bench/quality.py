@@ -6,8 +6,10 @@
     python bench/quality.py --model gemma3 --default    # another pretrained model of `lmc/demo/pretrained.py`
 
 Tasks are those of `bench/quality/tasks.py` with a pretrained model, by default SmolLM2-135M-Instruct, in its chat
-template if it has one; `real`, the demo's questions over real documents; and `small`, the questions of the small model
-that lmc ships. What is measured of each way, as a mean over the prompts of a task:
+template if it has one; `real`, the demo's questions over real documents; `python`, questions over pages of the
+documentation of Python packages (`bench/texts/python`); and `small`, the questions of the small model that lmc ships.
+`python` and `small` run only if `--tasks` names them. What is measured of each way, as a mean over the prompts of a
+task:
 
     kl          KL(full ‖ way) in nats over the tokens of the right answer, which are given (teacher forcing); those
                 of full prefill's own answer in tasks that are not made
@@ -31,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from common import closing_line, parser
-from quality.cases import FILLERS, JOINS, REAL_TASK, SEPARATED, SMALL_TASK, WORDS, cases, load
+from quality.cases import ASKED, FILLERS, JOINS, REAL_TASK, SEPARATED, SMALL_TASK, WORDS, cases, load
 from quality.measure import Lab
 from quality.page import write_page
 from quality.rows import MEAN, Rows, summary
@@ -50,7 +52,7 @@ QUICK_TASKS, QUICK_PROMPTS, QUICK_LEAST = ("scope", "update", "pronoun"), 2, 0.9
 def main() -> int:
     arguments = parser(__doc__, "quality")
     arguments.add_argument("--model", choices=MODELS, default=USUAL, help="the pretrained model")
-    arguments.add_argument("--tasks", default=",".join([*MAIN, *CONTROLS, REAL_TASK]))
+    arguments.add_argument("--tasks", default=",".join([*MAIN, *CONTROLS, REAL_TASK]), help=", ".join([*TASKS, *ASKED]))
     arguments.add_argument("--size", choices=FILLERS, default="medium", help="of the documents of made prompts")
     arguments.add_argument("--words", choices=WORDS, default="held-out", help="of made prompts")
     arguments.add_argument(
@@ -72,7 +74,7 @@ def main() -> int:
     options = arguments.parse_args()
     result_name = "quality" if options.model == USUAL else f"quality_{options.model}"
     options.rows = options.rows or Path(f".demo/{result_name}.jsonl")
-    known = [*TASKS, REAL_TASK, SMALL_TASK]
+    known = [*TASKS, *ASKED]
     if strange := set(options.tasks.split(",")).difference(known):
         arguments.error(f"no task {', '.join(sorted(strange))}: use {', '.join(known)}")
     settings = Settings(

@@ -1,5 +1,6 @@
 """The demo on a pretrained model: its documents answer its questions, and its page says what was wrong."""
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -29,10 +30,28 @@ from lmc.demo.questions import (
 from lmc.demo.run import ask, demo_settings, run
 from lmc.keys import common_prefix
 
+ROOT = Path(__file__).parents[1]
+# Folders of real documents and questions: those of the demo, and those that only `bench/quality.py` asks.
+REAL_TEXTS = pytest.mark.parametrize(
+    "folder",
+    [
+        pytest.param(REAL, id="demo"),
+        pytest.param(
+            ROOT / "bench/texts/python",
+            id="python",
+            marks=pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not in the source distribution"),
+        ),
+    ],
+)
+
 
 @pytest.fixture(scope="module")
 def collection() -> Collection:
-    return read_collection(REAL / "documents", REAL / "questions.json")
+    return collection_of(REAL)
+
+
+def collection_of(folder: Path) -> Collection:
+    return read_collection(folder / "documents", folder / "questions.json")
 
 
 def words(text: str) -> str:
@@ -72,7 +91,9 @@ def test_texts_are_read_as_by_lmc_learn_and_those_that_cannot_be_are_named(tmp_p
     assert read_texts(tmp_path / "d.jsonl") == {"d.jsonl:1": "one"}
 
 
-def test_every_answer_stands_in_a_passage_that_bm25_finds(collection: Collection) -> None:
+@REAL_TEXTS
+def test_every_answer_stands_in_a_passage_that_bm25_finds(folder: Path) -> None:
+    collection = collection_of(folder)
     assert len(collection.documents) >= 150
     assert len(collection.questions) >= 80
     assert len({question.question for question in collection.questions}) == len(collection.questions)
@@ -86,11 +107,19 @@ def test_every_answer_stands_in_a_passage_that_bm25_finds(collection: Collection
     assert found >= 0.95 * len(collection.questions)
 
 
-def test_every_document_has_a_licence_and_all_are_small() -> None:
-    licences = (REAL / "LICENSES.md").read_text()
-    for path in (REAL / "documents").iterdir():
-        assert path.name in licences
-    assert sum(path.stat().st_size for path in REAL.rglob("*") if path.is_file()) <= 300_000
+@REAL_TEXTS
+def test_every_document_has_a_licence_and_all_are_small(folder: Path) -> None:
+    _, *sections = (folder / "LICENSES.md").read_text().split("\n## ")
+    named = [name for section in sections for name in section.partition("\n")[0].split(", ")]
+    assert sorted(named) == sorted(path.name for path in (folder / "documents").iterdir())
+    # Texts that are not in the public domain have the text of their licence with its copyright line.
+    licences = [
+        re.findall(r"^- Licence: .+, `(.+)`\n- Copyright line: (.+)$", section, re.MULTILINE) for section in sections
+    ]
+    assert [len(found) for found in licences] == [int((folder / "licenses").is_dir())] * len(sections)
+    for path, line in itertools.chain(*licences):
+        assert line in (folder / path).read_text().splitlines()
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= 300_000
 
 
 def test_the_demo_asks_the_questions_to_show_and_a_limit_draws_from_all_kinds(collection: Collection) -> None:
@@ -103,7 +132,7 @@ def test_the_demo_asks_the_questions_to_show_and_a_limit_draws_from_all_kinds(co
 def test_the_page_of_benchmarks_says_how_many_passages_and_questions_there_are(collection: Collection) -> None:
     told = re.search(
         r"into (\d+) passages, .* (\d+) of (\d+) hand-written questions .* over the (\w+) passages that BM25 finds",
-        " ".join((Path(__file__).parents[1] / "docs/benchmarks.md").read_text().split()),
+        " ".join((ROOT / "docs/benchmarks.md").read_text().split()),
     )
     assert told is not None
     shown = sample(collection, None).questions

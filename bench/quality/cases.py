@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from find import TEMPLATES
@@ -22,7 +23,8 @@ JOINS: Mapping[str, Callable[[Sequence[str]], str]] = {
 }
 SEPARATED = "separators"
 SYSTEM = "You answer questions from the documents that you are given."
-REAL_TASK, SMALL_TASK = "real", "small"
+REAL_TASK, PYTHON_TASK, SMALL_TASK = "real", "python", "small"
+REAL_TASKS = REAL_TASK, PYTHON_TASK  # questions over real documents
 DOCUMENTS = 6  # of a made prompt
 # Sentences of each document that say nothing: documents of about 50, 110 and 290 tokens, prompts of 480, 840 and 1850.
 FILLERS = {"short": 3, "medium": 10, "long": 26}
@@ -151,4 +153,5 @@ def _joined(builder: PromptBuilder, documents: Sequence[str], joined: str, quest
     return builder.encode(f"{before}\n\n{JOINS[joined](documents)}\n\n{after}")
 
 
-ASKED = {REAL_TASK: REAL, SMALL_TASK: SHIPPED}
+PYTHON = Path(__file__).parents[1] / "texts/python"  # holds documents/ and questions.json
+ASKED = {REAL_TASK: REAL, PYTHON_TASK: PYTHON, SMALL_TASK: SHIPPED}

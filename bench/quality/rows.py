@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 import lmc
-from quality.cases import REAL_TASK
+from quality.cases import REAL_TASKS
 from quality.tasks import MAIN
 from quality.ways import BLIND, FULL
 
@@ -72,9 +72,7 @@ class Rows:
         found = defaultdict(list)
         for row in self._rows.values():
             _, _, joined = row["variant"].partition(", ")
-            variant = (
-                joined if row["task"] == REAL_TASK else row["variant"]
-            )  # Real questions of all kinds are together.
+            variant = joined if row["task"] in REAL_TASKS else row["variant"]
             found[f"{row['task']} ({variant})" if variant else row["task"]].append(row)
         return dict(found)
 
