@@ -575,7 +575,15 @@ def test_what_size_cannot_read_is_said(tmp_path: Path) -> None:
                 "text_config": {"num_hidden_layers": 34, "num_key_value_heads": 4, "head_dim": 256},
             },
             34 * 2 * 4 * 256 * 2,
-            "can be blended by vLLM with lmc (Gemma3ForConditionalGeneration), if the model passes the self-test",
+            "documents can be blended by vLLM with lmc (Gemma3ForConditionalGeneration)",  # as its language model
+        ),
+        (  # vLLM has no layers of its own for this one.
+            {
+                "model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "num_hidden_layers": 32,
+                "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_size": 4096,
+            },
+            524288,
+            "documents can be blended by vLLM with lmc (Olmo3ForCausalLM)",
         ),
         (  # Every sixth layer has larger heads, and the last ones keep nothing.
             {
@@ -600,7 +608,7 @@ def test_what_size_cannot_read_is_said(tmp_path: Path) -> None:
                 "num_attention_heads": 71, "hidden_size": 4544, "multi_query": True,
             },
             8192,
-            "FalconForCausalLM",
+            "(FalconForCausalLM), if the model passes the self-test",
         ),
         (
             {
@@ -608,7 +616,7 @@ def test_what_size_cannot_read_is_said(tmp_path: Path) -> None:
                 "num_attention_heads": 128, "hidden_size": 8192, "num_kv_heads": 8, "new_decoder_architecture": True,
             },
             122880,
-            "FalconForCausalLM",
+            "(FalconForCausalLM), if the model passes the self-test",
         ),
         (
             {
@@ -634,6 +642,7 @@ def test_sizes_of_popular_models_are_those_of_their_kv(
     (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     code, out, _ = lmc("size", tmp_path)
     assert (code, f"{token} bytes a token" in out, said in out) == (0, True, True), out
+    assert ("self-test" in out) == ("self-test" in said)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
 from lmc.blend.canvas import KV
@@ -54,7 +55,7 @@ class ModelFacts:
     shape: KVShape
     kept: str  # what a layer keeps of a token, in words
     positions: int  # 0 if it is unknown
-    architecture: str  # such as LlamaForCausalLM
+    architectures: Sequence[str]  # such as LlamaForCausalLM; of a multimodal model, also that of its text model
     unblended: str  # why vLLM with lmc cannot blend documents, as far as the configuration says; empty if it may
 
 
@@ -102,7 +103,7 @@ def model_facts(name: str | Path, dtype: str | None = None) -> ModelFacts:
         shape=shape,
         kept=kept,
         positions=max_positions(config),
-        architecture=architecture,
+        architectures=[architecture, *filter(None, [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)])],
         unblended=_unblended(config),
     )
 

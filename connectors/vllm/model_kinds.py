@@ -13,15 +13,17 @@ from typing import Any
 from lmc.connectors.vllm import vllm_api
 
 # Architectures whose blend at ratio 1 equals the engine's own prefill in lmc's tests, and with what it was tested
-# (tests/engine/test_exact_and_blend.py: float32, CPU, logprobs within 1e-5). Other architectures are blended, with a
-# warning, if they pass the self-test at start.
+# (tests/engine/test_exact_and_blend.py: float32, CPU, logprobs within 1e-5). The names are those in configurations of
+# models. Other architectures are blended, with a warning, if they pass the self-test at start.
 TESTED = {
     "ApertusForCausalLM": "llama3 RoPE",
+    "ArceeForCausalLM": "plain RoPE (vLLM's transformers backend)",
     "BailingMoeForCausalLM": "plain RoPE",
     "Cohere2ForCausalLM": "windows with RoPE, full attention without",
     "CohereForCausalLM": "plain, interleaved RoPE",
     "DeepseekV2ForCausalLM": "MLA, YaRN",
     "DeepseekV3ForCausalLM": "MLA, YaRN",
+    "Dots1ForCausalLM": "plain RoPE (vLLM's transformers backend)",
     "Ernie4_5ForCausalLM": "plain, interleaved RoPE",
     "Ernie4_5_MoeForCausalLM": "plain, interleaved RoPE",
     "Exaone4ForCausalLM": "windows with RoPE, full attention without",
@@ -36,23 +38,29 @@ TESTED = {
     "GptOssForCausalLM": "windows, attention sinks, YaRN",
     "GraniteForCausalLM": "plain RoPE",
     "GraniteMoeForCausalLM": "plain RoPE",
+    "HunYuanDenseV1ForCausalLM": "plain RoPE (vLLM's transformers backend)",
     "InternLM2ForCausalLM": "plain RoPE",
     "Llama4ForCausalLM": "chunks with RoPE, full attention without",
     "LlamaForCausalLM": "plain, llama3 and YaRN RoPE",
     "MiMoV2FlashForCausalLM": "windows with more KV heads and sinks, partial RoPE",
-    "MistralForCausalLM": "full attention, windows; Ministral 3",
+    "Ministral3ForCausalLM": "YaRN, queries scaled by position",
+    "MistralForCausalLM": "full attention, windows",
     "MixtralForCausalLM": "plain RoPE",
     "NemotronForCausalLM": "partial RoPE",
+    "Olmo2ForCausalLM": "plain RoPE (vLLM's transformers backend)",
+    "Olmo3ForCausalLM": "windows, YaRN (vLLM's transformers backend)",
     "OlmoeForCausalLM": "plain RoPE",
     "Phi3ForCausalLM": "plain RoPE and longrope",
     "Plamo3ForCausalLM": "windows, and a RoPE for each kind of layer",
-    "Qwen2ForCausalLM": "plain RoPE, and M-RoPE with text",
+    "Qwen2ForCausalLM": "plain RoPE",
+    "Qwen2_5_VLForConditionalGeneration": "M-RoPE with text",
     "Qwen3ForCausalLM": "plain RoPE",
-    "Qwen3LLMForCausalLM": "M-RoPE with text",
     "Qwen3MoeForCausalLM": "plain RoPE",
-    "StablelmForCausalLM": "partial RoPE",
-    "TransformersForCausalLM": "OLMo 2 and 3, SmolLM3, Seed-OSS, Hunyuan, StarCoder2, Arcee",
-    "TransformersMoEForCausalLM": "dots.llm1",
+    "Qwen3VLForConditionalGeneration": "M-RoPE with text",
+    "SeedOssForCausalLM": "plain RoPE (vLLM's transformers backend)",
+    "SmolLM3ForCausalLM": "layers without RoPE (vLLM's transformers backend)",
+    "StableLmForCausalLM": "partial RoPE",
+    "Starcoder2ForCausalLM": "plain RoPE (vLLM's transformers backend)",
 }
 
 # Kinds of KV caches that lmc stores. Classes that are derived from these have other rules: with `RSWASpec`, the engine
@@ -64,6 +72,15 @@ SUPPORTED = {"sliding_attention", "full_attention"}  # kinds of layers with whic
 # Sizes of heads that a model's configuration gives for all layers and, with this prefix, for layers with a window
 # (MiMo V2).
 WINDOWED_PREFIX, SIZES = "swa_", ("num_key_value_heads", "head_dim", "v_head_dim")
+
+
+def architectures_of(model: Any, language: Any) -> list[str]:
+    """Return the names of a model's architecture: in its configuration, and of vLLM's class of its language model.
+
+    Many architectures share a class of vLLM, and a multimodal model has a language model that is one by itself.
+    `model` is the engine's model configuration.
+    """
+    return [*(getattr(model.hf_config, "architectures", None) or ()), type(language).__name__]
 
 
 def use_one_table(config: Any) -> None:

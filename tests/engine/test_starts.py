@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
 
 from lmc.connectors.vllm import connector
 from lmc.connectors.vllm.connector import LMCConnector
-from lmc.connectors.vllm.model_kinds import objection, price_of_one_table
+from lmc.connectors.vllm.model_kinds import TESTED, objection, price_of_one_table
 from lmc.engine import CacheEngine
 
 DOCUMENTS = [words(150, 1), words(300, 2)]
@@ -61,7 +61,7 @@ def without_lmc(model: Any, **options: Any) -> LLM:
 
 
 def said(caplog: Any) -> list[str]:
-    """What lmc has warned of."""
+    """What lmc has logged."""
     return [record.getMessage() for record in caplog.records if record.name.startswith("lmc")]
 
 
@@ -219,10 +219,19 @@ def test_the_hybrid_manager_stays_on_for_models_with_states_and_with_windows(sev
 
 @pytest.mark.long
 @pytest.mark.parametrize("tables", [1, 2])
-def test_sliding_windows_are_offloaded_with_one_block_table_and_with_two(models, tables, caplog):
-    """With the hybrid manager, windows have a block table of their own, and vLLM frees the blocks that they pass."""
+def test_sliding_windows_are_offloaded_with_one_block_table_and_with_two(models, tables, monkeypatch, caplog):
+    """With the hybrid manager, windows have a block table of their own, and vLLM frees the blocks that they pass.
+
+    The log at start says whether an architecture was tested. One that was not is blended, too.
+    """
     options = {"disable_hybrid_kv_cache_manager": True} if tables == 1 else {}
-    with caplog.at_level(logging.WARNING, "lmc"), engine(models("gemma3mixed"), **options) as lab:
+    tested = f"Gemma3ForCausalLM was tested with lmc: {TESTED['Gemma3ForCausalLM']}"
+    if tables == 1:
+        monkeypatch.delitem(TESTED, "Gemma3ForCausalLM")
+    with caplog.at_level(logging.INFO, "lmc"), engine(models("gemma3mixed"), **options) as lab:
+        assert lab.setup.blends
+        assert said(caplog).count(tested) == tables - 1
+        assert sum("Gemma3ForCausalLM has not been tested with lmc" in line for line in said(caplog)) == 2 - tables
         assert len(lab.scheduler.kv_cache_config.kv_cache_groups) == tables
         assert ("1.9 times the KV cache" in caplog.text) == (tables == 1)
         wanted = lab.vanilla(PLAIN)

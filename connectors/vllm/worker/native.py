@@ -23,7 +23,7 @@ from lmc.blend.kernels.choice import kernels_of
 from lmc.blend.layer_attention import LayerAttention, absorbed
 from lmc.blend.rope import UNROTATED, Rotation, check_rope
 from lmc.connectors.vllm import vllm_api
-from lmc.connectors.vllm.model_kinds import attentions_in, groups_of, kv_source_of, specs_of
+from lmc.connectors.vllm.model_kinds import architectures_of, attentions_in, groups_of, kv_source_of, specs_of
 from lmc.connectors.vllm.worker.draft_model import NO_DRAFTS, DraftModel, Output
 from lmc.connectors.vllm.worker.layer_calls import PART, Given, TransformersLayers, calls_of, joined, rows_of
 from lmc.connectors.vllm.worker.lora import WithoutAdapters
@@ -87,7 +87,7 @@ class NativeLayers:
         language = model.get_language_model() if hasattr(model, "get_language_model") else model
         self._config, self._model = config, language
         self._layers, attention, self._sharing = _own_layers(language)
-        self.architecture = type(language).__name__
+        self.architectures = architectures_of(config.model_config, language)
         self.longest = int(config.model_config.max_model_len)
         # Whether the engine has compiled the model as a whole. Compilation has then ended before this point. The
         # language model of a multimodal model is compiled for embeddings instead of tokens.

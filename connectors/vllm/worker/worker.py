@@ -186,9 +186,11 @@ class Worker:
         # If only this rank had an error, the other ranks may wait for it in the middle of a layer.
         if not meet_all_ranks(good=not refused):
             return refused or "the self-test failed on another rank"
-        if layers.architecture not in TESTED:
+        if tested := [name for name in layers.architectures if name in TESTED]:
+            log.info("%s was tested with lmc: %s", tested[0], TESTED[tested[0]])
+        else:
             text = "%s has not been tested with lmc: it has passed the self-test, and is blended"
-            log.warning(text, layers.architecture)
+            log.warning(text, layers.architectures[0])
         self._layers = layers
         return ""
 

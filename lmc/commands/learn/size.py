@@ -124,8 +124,8 @@ def size(
     layers = f"{shape.layers} layers {facts.kept}, {str(shape.dtype).removeprefix('torch.')}"
     why = "; the model has float32: use --dtype float32 if vLLM gets this option, too" if narrowed else ""
     console().print(Text(f"{model}: {sizes.token} bytes a token ({layers}{why})"))
-    blended = f"documents can be blended by vLLM with lmc ({facts.architecture})"
-    if facts.architecture not in TESTED:
+    blended = f"documents can be blended by vLLM with lmc ({facts.architectures[0]})"
+    if not TESTED.keys() & set(facts.architectures):
         blended += ", if the model passes the self-test at start: this architecture has not been tested"
     no = f"documents cannot be blended, and only equal beginnings of prompts are reused: {facts.unblended}"
     console().print(Text(no if facts.unblended else blended))
