@@ -118,6 +118,16 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
         transformers.Qwen3MoeConfig,
         {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
     ),
+    "qwen2moe": (
+        transformers.Qwen2MoeConfig,
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "shared_expert_intermediate_size": 128,
+        },
+    ),
+    "gemma": (transformers.GemmaConfig, {"head_dim": 32}),
     "deepseek2": (transformers.DeepseekV2Config, {**LATENT, "q_lora_rank": None}),
     "deepseek3": (
         transformers.DeepseekV3Config,

@@ -1,5 +1,9 @@
 """Models that vLLM has and transformers does not, or not in this form: their random weights are made in the engine."""
 
+import json
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -19,7 +23,37 @@ EXPERTS = {
     "topk_group": 1,
 }
 MIXED = ["full_attention", "sliding_attention"] * 2
+
+
+def block(group: int | None, *, feeds_forward: bool = True) -> dict[str, Any]:
+    """A layer of Nemotron: with heads of queries for each KV head, or without attention."""
+    ffn = {"no_op": not feeds_forward, "replace_with_linear": False, "ffn_mult": 2.0}
+    return {
+        "attention": {"no_op": group is None, "replace_with_linear": False, "n_heads_in_group": group},
+        "ffn": ffn,
+    }
+
+
 ARCHITECTURES = {
+    "DeciLMForCausalLM": {  # some layers have no attention, and the others different numbers of heads
+        "num_hidden_layers": 7,
+        "block_configs": [block(2), block(None), block(4), block(2, feeds_forward=False), *[block(None)] * 2, block(2)],
+    },
+    "ExaoneForCausalLM": {  # its layers are in `transformer.h`
+        "num_layers": 4,
+        "layer_norm_epsilon": 1e-5,
+        "activation_function": "silu",
+    },
+    "BailingMoeV2ForCausalLM": {
+        **EXPERTS,
+        "use_bias": False,
+        "use_qkv_bias": False,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        "embedding_dropout": 0.0,
+        "score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    },
     "InternLM2ForCausalLM": {},  # its forward pass asks for the tensors of an earlier pipeline stage
     "BailingMoeForCausalLM": {  # its layers call positions `position_ids`
         **EXPERTS,
@@ -28,6 +62,13 @@ ARCHITECTURES = {
         "embedding_dropout": 0.0,
         "score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
+    },
+    "MiniMaxM2ForCausalLM": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "scoring_func": "softmax",  # Routers of vLLM's CPU build do not know the sigmoid of the real model.
+        "use_qk_norm": True,
+        "rotary_dim": 16,
     },
     "Plamo3ForCausalLM": {  # its layers are in a module of their own
         "sliding_window": 128,
@@ -69,8 +110,16 @@ def lab(request, tmp_path, monkeypatch):
     config.architectures = [request.param]
     config.save_pretrained(tmp_path)
     monkeypatch.setattr(DummyModelLoader, "load_weights", lambda self, model, model_config: randomise(model))
-    with engine(tmp_path, load_format="dummy") as lab:
+    options = {"hf_overrides": with_blocks} if hasattr(config, "block_configs") else {}
+    with engine(tmp_path, load_format="dummy", **options) as lab:
         yield lab
+
+
+def with_blocks(config: Any) -> Any:
+    """Make objects of the descriptions of layers, as the code in the repositories of such models does."""
+    blocks = json.dumps(getattr(config, "block_configs", None))
+    config.block_configs = json.loads(blocks, object_hook=lambda fields: SimpleNamespace(**fields))
+    return config
 
 
 def randomise(model: torch.nn.Module) -> None:
@@ -78,7 +127,7 @@ def randomise(model: torch.nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     for name, weight in model.state_dict().items():
         noise = torch.randn(weight.shape, generator=generator) * 0.03
-        is_norm = weight.dim() == 1 and "norm" in name and "bias" not in name
+        is_norm = weight.dim() == 1 and ("norm" in name or "ln_" in name) and "bias" not in name
         weight.copy_(noise + 1 if is_norm else noise)
 
 

@@ -16,7 +16,7 @@ PROMPT = Prompt(DOCUMENTS)
 OFF = "blending is off; the log of the engine's start says why"
 # Family, engine options, the reason that is logged
 ENGINES = {
-    "other layers": ("gpt2", {}, "GPT2LMHeadModel does not keep its decoder layers in model.layers"),
+    "other layers": ("gpt2", {}, "its layers get no positions, and lmc moves keys by RoPE only"),
 }
 
 

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ EMBEDDED = 2  # dimensions of hidden states `[T, E]`
 ANGLES = "position_embeddings"  # cos and sin of the rows, for a layer of transformers
 PART = 4096  # positions whose angles are computed at once
 
+Group = Sequence[Any]  # layers that are called one after another; exactly one has attention
 Given = dict[str, Any]  # what a layer gets in addition to hidden states
 RunModel = Callable[[torch.Tensor], None]  # runs the model on one token at `positions [T]`
 After = tuple[torch.Tensor, torch.Tensor]  # rows `[T, E]` after a layer: the hidden states and the residual
@@ -36,15 +38,16 @@ class OwnLayers:
     A token may have several hidden states (AltUp in Gemma 3n, arXiv 2301.13310). Layers get these as `[S, T, E]`.
     """
 
-    def __init__(self, layers: Sequence[Any]) -> None:
-        self._layers, self._signature = layers, inspect.signature(layers[0].forward)
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups, self._layers = groups, list(chain(*groups))
+        self._signature = inspect.signature(self._layers[0].forward)
         self.takes_residual = "residual" in self._signature.parameters
         (self._positions,) = POSITIONS & self._signature.parameters.keys()
         self._of_layer = OF_LAYER & self._signature.parameters.keys()
-        self._returned: list[type] = [tuple] * len(layers)  # by layer
+        self._returned: list[type] = [tuple] * len(groups)  # by group
 
     def begin(self, run: Callable[[], None]) -> tuple[torch.Tensor, list[Given]]:
-        """Return the hidden states `[T, E]` before layer 0, and what each layer gets in addition.
+        """Return the hidden states `[T, E]` before layer 0, and what each group of layers gets in addition.
 
         `run` runs the model on the rows. Raises `UnsupportedModel` if the model passes something unknown to its layers.
         """
@@ -65,23 +68,26 @@ class OwnLayers:
             run()
         of_layers = [{name: given[name][None] for name in self._of_layer & given.keys()} for given in caught]
         states: torch.Tensor = caught[0]["hidden_states"]
-        return _by_row(states), of_layers if self._of_layer else [{}] * len(self._layers)
+        return _by_row(states), of_layers if self._of_layer else [{}] * len(self._groups)
 
     def call(
-        self, layer: int, states: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, given: Given
+        self, group: int, states: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, given: Given
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Call a layer with rows `[T, E]`, and return the states and the residual that the next layer takes."""
-        more: Given = {"residual": residual if layer else None} if self.takes_residual else {}
-        more |= {self._positions: positions, **{name: rows[0] for name, rows in given.items()}}
-        found = self._layers[layer](hidden_states=_by_row(states), **more)
-        self._returned[layer] = type(found)
-        states, residual = found if isinstance(found, tuple) else (_by_row(found), None)
+        """Call a group with rows `[T, E]`, and return the states and the residual that the next layer takes."""
+        same = {self._positions: positions, **{name: rows[0] for name, rows in given.items()}}
+        residual = residual if group else None
+        for layer in self._groups[group]:
+            more = {"residual": residual} if self.takes_residual else {}
+            found = layer(hidden_states=_by_row(states), **same, **more)
+            self._returned[group] = type(found)
+            states, residual = found if isinstance(found, tuple) else (_by_row(found), None)
         return states, residual if self.takes_residual else None  # StableLM returns one that no layer takes.
 
     def answered(self, after: Sequence[After]) -> AbstractContextManager[None]:
-        """Return a context in which each layer returns what it is said to have returned, whatever it gets."""
-        pairs = zip(self._returned, after, strict=True)
-        return _replaced(self._layers, [_answering(one if form is tuple else one[0]) for form, one in pairs])
+        """Return a context in which each layer returns what its group has returned, whatever it gets."""
+        of_groups = zip(self._groups, self._returned, after, strict=True)
+        answers = [[one if form is tuple else one[0]] * len(group) for group, form, one in of_groups]
+        return _replaced(self._layers, list(map(_answering, chain(*answers))))
 
 
 class TransformersLayers:
@@ -89,8 +95,11 @@ class TransformersLayers:
 
     takes_residual = False
 
-    def __init__(self, layers: Sequence[Any]) -> None:
-        self._layers, self._in_tuple = layers, False
+    def __init__(self, groups: Sequence[Group]) -> None:
+        """Raise `UnsupportedModel` if a layer has no attention."""
+        self._layers, self._in_tuple = list(chain(*groups)), False
+        if len(self._layers) > len(groups):
+            raise UnsupportedModel("a layer has no attention")
 
     def begin(self, run: Callable[[], None]) -> tuple[torch.Tensor, list[Given]]:
         """See `OwnLayers.begin`. Raises `UnsupportedModel` if the model passes something unknown."""
@@ -163,17 +172,19 @@ def _by_row(states: torch.Tensor) -> torch.Tensor:
     return states.transpose(0, 1).contiguous() if states.dim() > EMBEDDED else states
 
 
-def calls_of(layers: Sequence[Any]) -> OwnLayers | TransformersLayers:
+def calls_of(groups: Sequence[Group]) -> OwnLayers | TransformersLayers:
     """Return how the layers of a model are called. Raises `UnsupportedModel` if lmc does not know."""
-    for kind in {type(layer): layer for layer in layers}.values():
+    for kind in {type(layer): layer for layer in chain(*groups)}.values():
         parameters = inspect.signature(kind.forward).parameters
         if ANGLES in parameters:
-            return TransformersLayers(layers)
+            return TransformersLayers(groups)
         named = [one for one in parameters.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+        if not POSITIONS & parameters.keys():
+            raise UnsupportedModel("its layers get no positions, and lmc moves keys by RoPE only")
         more = [one.name for one in named if one.default is one.empty and one.name not in PASSED | OF_LAYER]
         if more or "hidden_states" not in parameters or len(POSITIONS & parameters.keys()) != 1:
             raise UnsupportedModel(f"its layers are called with {', '.join(one.name for one in named)}")
-    return OwnLayers(layers)
+    return OwnLayers(groups)
 
 
 def rows_of(given: Given, rows: slice | torch.Tensor, count: int) -> Given:

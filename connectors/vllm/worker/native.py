@@ -14,6 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from lmc.blend.rope import UNROTATED, Rotation, check_rope
 from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.model_kinds import architectures_of, attentions_in, groups_of, kv_source_of, specs_of
 from lmc.connectors.vllm.worker.draft_model import NO_DRAFTS, DraftModel, Output
-from lmc.connectors.vllm.worker.layer_calls import PART, Given, TransformersLayers, calls_of, joined, rows_of
+from lmc.connectors.vllm.worker.layer_calls import PART, Given, Group, TransformersLayers, calls_of, joined, rows_of
 from lmc.connectors.vllm.worker.lora import WithoutAdapters
 from lmc.connectors.vllm.worker.paged import token_access
 from lmc.copies import Uploads
@@ -87,18 +88,19 @@ class NativeLayers:
         language = model.get_language_model() if hasattr(model, "get_language_model") else model
         self._config, self._model = config, language
         self._layers, attention, self._sharing = _own_layers(language)
+        body = max(language.children(), key=lambda part: len(attentions_in(part)))
         self.architectures = architectures_of(config.model_config, language)
         self.longest = int(config.model_config.max_model_len)
         # Whether the engine has compiled the model as a whole. Compilation has then ended before this point. The
         # language model of a multimodal model is compiled for embeddings instead of tokens.
-        self.compiled = language is model and not getattr(language.model, "do_not_compile", True)
+        self.compiled = language is model and not getattr(body, "do_not_compile", True)
         self._calls = calls_of(self._layers)
-        if self._sharing and draft_model.reads_on:
-            raise UnsupportedModel("its draft model reads what its last layers compute, and these share KV")
+        if draft_model.reads_on:
+            _check_drafted(self._layers, self._sharing)
         self._draft_model, self.drafts, self._adapters = draft_model, len(draft_model.attention), adapters
         self.attention = attention + draft_model.attention
         # EAGLE-3 reads the states after these numbers of layers. The engine has told the model.
-        self._aux_layers: tuple[int, ...] = tuple(getattr(language.model, "aux_hidden_state_layers", ()))
+        self._aux_layers: tuple[int, ...] = tuple(getattr(body, "aux_hidden_state_layers", ()))
         if extras := list(filter(None, map(_unsupported, self.attention))):
             raise UnsupportedModel(f"its attention has {extras[0]}, which lmc's attention does not support")
         self.block_size: int = groups[0].kv_cache_spec.block_size
@@ -149,15 +151,15 @@ class NativeLayers:
 
     @property
     def depth(self) -> int:
-        """The number of layers."""
+        """The number of layers with attention."""
         return len(self._layers)
 
     @property
     def samples(self) -> list[int]:
         """One layer of each kind; the first layers of a model with experts often have none, for example."""
         first: dict[Any, int] = {}
-        for layer, (module, kind) in enumerate(zip(self._layers, self._kinds, strict=False)):
-            first.setdefault((kind, *(weight.shape for weight in module.parameters())), layer)
+        for layer, (group, kind) in enumerate(zip(self._layers, self._kinds, strict=False)):
+            first.setdefault((kind, *(weight.shape for module in group for weight in module.parameters())), layer)
         return list(first.values())
 
     def slots(
@@ -356,7 +358,7 @@ class NativeLayers:
                 run = self._run_at, self._keys_at
                 return self._calls.rotations(*run, self.longest, self.device, min(PART, self._most_rows))
         made: dict[Any, Rotation] = {}
-        for layer in self._layers:
+        for layer in chain(*self._layers):
             for rope in (module for module in layer.modules() if _is_rope(module)):
                 if rope not in made:
                     rotation = _rotation_of(rope, self.longest)
@@ -607,6 +609,17 @@ def _check_parallel(parallel: Any) -> None:
         raise UnsupportedModel("its experts are shared with other data-parallel engines, which run steps independently")
 
 
+def _check_drafted(groups: Sequence[Group], sharing: Mapping[str, str]) -> None:
+    """Raise `UnsupportedModel` if a draft model cannot get what these layers compute. `sharing` is as of `_own_layers`.
+
+    The states after each layer have to be known by the layer's number.
+    """
+    if sharing:
+        raise UnsupportedModel("its draft model reads what its last layers compute, and these share KV")
+    if any(len(group) > 1 for group in groups):
+        raise UnsupportedModel("its draft model reads what its layers compute, and some of these have no attention")
+
+
 def _own_config(config: Any, runs: int) -> Any:
     """Return the engine's configuration for lmc's own metadata builder: at most `runs` requests, no CUDA graphs."""
     lmc_config = copy.copy(config)
@@ -638,29 +651,39 @@ def _cut(positions: torch.Tensor, size: int, runs: int, together: Groups) -> lis
 
 
 def _layers_of(language: Any) -> list[Any]:
-    """Return the decoder layers of a language model. Raises `UnsupportedModel` if lmc does not find them."""
-    layers = getattr(getattr(language, "model", None), "layers", ())
-    layers = list(getattr(layers, "layers", layers))  # PLaMo 3 keeps them in a module of its own.
-    if not layers or not hasattr(language, "config"):
-        raise UnsupportedModel(f"{type(language).__name__} does not keep its decoder layers in model.layers")
+    """Return the decoder layers of a language model: the list of modules that has most attentions.
+
+    Raises `UnsupportedModel` if there is none.
+    """
+    lists = [module for module in language.modules() if isinstance(module, torch.nn.ModuleList)]
+    layers = list(max(lists, key=lambda one: len(attentions_in(one)), default=()))
+    if not any(map(attentions_in, layers)) or not hasattr(language, "config"):
+        raise UnsupportedModel(f"lmc does not find the decoder layers of {type(language).__name__}")
     return layers
 
 
-def _own_layers(language: Any) -> tuple[list[Any], list[Any], dict[str, str]]:
+def _own_layers(language: Any) -> tuple[list[Group], list[Any], dict[str, str]]:
     """Return the decoder layers with keys and values of their own, their attention, and the names of the others.
 
-    The last layers may read the keys and values of earlier ones (Gemma 4 E2B). A prompt's KV does not depend on what
-    they compute, so lmc does not run them. For each name, there is the name of the layer that is read.
-    Raises `UnsupportedModel` if a layer has no attention or several.
+    Layers without attention (Nemotron-Super) are in a group with the layer before them. The last layers may read the
+    keys and values of earlier ones (Gemma 4 E2B). A prompt's KV does not depend on what they compute, so lmc does not
+    run them. For each name, there is the name of the layer that is read.
+    Raises `UnsupportedModel` if a layer has several attentions.
     """
-    layers = _layers_of(language)
-    attentions = list(map(attentions_in, layers))
-    if any(len(modules) != 1 for modules in attentions):
-        raise UnsupportedModel("a layer does not have exactly one attention")
-    attention = [modules[0] for modules in attentions]
+    groups, attention, before = list[list[Any]](), list[Any](), list[Any]()
+    for layer in _layers_of(language):
+        found = attentions_in(layer)
+        if len(found) > 1:
+            raise UnsupportedModel("a layer has several attentions")
+        if found:
+            groups.append([*before, layer])
+            attention += found
+            before = []
+        else:  # Layers before the first attention are in a group with the layer after them.
+            (groups[-1] if groups else before).append(layer)
     sharing = {one.layer_name: name for one in attention if (name := kv_source_of(one))}
-    own = len(layers) - len(sharing)
-    return layers[:own], attention[:own], sharing
+    own = len(groups) - len(sharing)
+    return list[Group](groups[:own]), attention[:own], sharing
 
 
 def _unsupported(attention: Any) -> str:
