@@ -643,6 +643,8 @@ def test_sizes_of_popular_models_are_those_of_their_kv(
     code, out, _ = lmc("size", tmp_path)
     assert (code, f"{token} bytes a token" in out, said in out) == (0, True, True), out
     assert ("self-test" in out) == ("self-test" in said)
+    # 128 heads with keys of 192 and values of 128 numbers
+    assert ("576 values each instead of 40960 for all heads" in out) == (config["model_type"] == "deepseek_v3")
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def model_facts(name: str | Path, dtype: str | None = None) -> ModelFacts:
         shape = shape_of(config, torch_dtype or config.dtype or whole.dtype or torch.bfloat16)
         kept = f"with {shape.kv_heads} KV heads of {shape.head_dim}"
         if is_latent(config):
-            kept = f"with MLA, {sum(shape.dims)} values each"
+            kept = f"with MLA, {sum(shape.dims)} values each instead of {_by_heads(config)} for all heads"
     except (OSError, ValueError, AttributeError) as error:
         if isinstance(error, InputError):
             raise
@@ -148,6 +148,12 @@ def _heads_of(config: Any) -> tuple[int, int]:
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or _falcon_kv_heads(config) or heads
     return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
+def _by_heads(config: Any) -> int:
+    """Return how many numbers the keys and values of all heads of a layer with MLA have."""
+    of_head: int = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    return of_head * int(config.num_attention_heads)
 
 
 def _falcon_kv_heads(config: Any) -> int | None:
