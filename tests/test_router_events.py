@@ -21,7 +21,7 @@ from lmc.keys import tokens_digest
 from lmc.router.document_index import DocumentIndex, ReportedDocument
 from lmc.router.document_tokens import DocumentTokens
 from lmc.router.engines import Engine, address
-from lmc.router.event_stream import Batch, EventStream, Lost
+from lmc.router.event_stream import EventStream, Lost
 from lmc.router.follow import DOCUMENT_TOPIC, Follower, decoded
 from lmc.router.policies.documents import Documents
 from lmc.router.policy import Candidate, PromptRequest
@@ -146,7 +146,7 @@ def test_batches_that_are_lost_at_the_end_are_missed_when_it_has_been_quiet():
 
 async def _take_all(stream, found) -> None:
     async for event in stream:
-        events = None if isinstance(event, Lost) else list(decoded(event.payload)[1])
+        events = None if isinstance(event, Lost) else list(decoded(event)[1])
         found.append(events)
 
 
@@ -191,7 +191,7 @@ def test_a_publisher_that_was_started_anew_is_noticed():
             kinds = []
             while not (kinds and isinstance(kinds[-1], Lost)):
                 kinds.append(await asyncio.wait_for(anext(stream), SECONDS))
-            assert isinstance(await asyncio.wait_for(anext(stream), SECONDS), Batch)
+            assert isinstance(await asyncio.wait_for(anext(stream), SECONDS), bytes)
             await stream.aclose()
 
     asyncio.run(listen())

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from zmq.asyncio import Context
 
 from lmc.router.engines import Engine, address
-from lmc.router.event_stream import Batch, EventStream
+from lmc.router.event_stream import EventStream
 from lmc.router.follow import BlockEvents, follow_blocks
 from lmc.router.kv_index import BlockIndex, CacheSource, Run, token_chain
 from lmc.router.policies.precise import Precise
@@ -423,9 +423,9 @@ def test_requests_are_answered_while_many_batches_are_applied() -> None:
     """A replay of ten thousand batches once held up everything else until it was through."""
 
     class There:
-        async def batches(self) -> AsyncIterator[Batch]:
+        async def batches(self) -> AsyncIterator[bytes]:
             for number in range(200):
-                yield Batch(packed(1.0, stored([number], None, [number] * SIZE)))
+                yield packed(1.0, stored([number], None, [number] * SIZE))
 
     async def run() -> int:
         turns, index = 0, BlockIndex()
@@ -452,8 +452,8 @@ def test_each_rank_of_an_engine_is_followed_at_its_own_port(monkeypatch: pytest.
         def __init__(self, address: str, replay: str, **_: Any) -> None:
             made.append((address, replay))
 
-        async def batches(self) -> AsyncIterator[Batch]:
-            yield Batch(packed(1.0, stored([len(made)], None, [1] * SIZE)))
+        async def batches(self) -> AsyncIterator[bytes]:
+            yield packed(1.0, stored([len(made)], None, [1] * SIZE))
             await asyncio.Event().wait()
 
     async def run(policy: Precise) -> None:

@@ -22,12 +22,6 @@ REPLAY_SECONDS = 5.0  # timeout for each replayed batch
 END = -1  # number of the message that ends a replay
 
 
-class Batch(NamedTuple):
-    """A batch of events."""
-
-    payload: bytes  # msgpack
-
-
 class Lost(NamedTuple):
     """Earlier events are unknown: batches are lost for good, or this is the start of the stream."""
 
@@ -51,8 +45,8 @@ class EventStream:
         self._next: int | None = None  # the number of the next batch
         self._last = b""  # payload of the batch before it
 
-    async def batches(self) -> AsyncIterator[Batch | Lost]:
-        """Yield batches in order, and `Lost` where some are missing, including before the first one.
+    async def batches(self) -> AsyncIterator[bytes | Lost]:
+        """Yield batches in order, as msgpack, and `Lost` where some are missing, including before the first one.
 
         Raises `ConfigError` if an address is invalid.
         """
@@ -72,7 +66,7 @@ class EventStream:
                 async for event in self._following(context, frames):
                     yield event
 
-    async def _following(self, context: Context, frames: list[bytes] | None) -> AsyncIterator[Batch | Lost]:
+    async def _following(self, context: Context, frames: list[bytes] | None) -> AsyncIterator[bytes | Lost]:
         """Yield the events that follow from a message, or from none for a while."""
         number, payload = _parted(frames) if frames else (None, b"")
         if frames and number is None:
@@ -85,7 +79,7 @@ class EventStream:
             async for event in self._catch_up(context, number, payload):
                 yield event
 
-    async def _catch_up(self, context: Context, number: int | None, payload: bytes) -> AsyncIterator[Batch | Lost]:
+    async def _catch_up(self, context: Context, number: int | None, payload: bytes) -> AsyncIterator[bytes | Lost]:
         """Yield the missing batches, and then the one that arrived.
 
         The replay includes the last batch before them: if that has changed, the publisher was restarted.
@@ -115,9 +109,9 @@ class EventStream:
             yield Lost()
         yield self._taken(number, payload)
 
-    def _taken(self, number: int, payload: bytes) -> Batch:
+    def _taken(self, number: int, payload: bytes) -> bytes:
         self._next, self._last = number + 1, payload
-        return Batch(payload)
+        return payload
 
     async def _replayed(self, context: Context, first: int) -> list[tuple[int, bytes]] | None:
         """Return the batches from number `first` on that the publisher still has, up to the first gap.

@@ -25,7 +25,7 @@ from lmc.router.document_index import DocumentIndex, ReportedDocument
 from lmc.router.document_reader import DocumentReader
 from lmc.router.document_search import DocumentSearch
 from lmc.router.engines import Engine
-from lmc.router.event_stream import Batch, EventStream, Lost
+from lmc.router.event_stream import EventStream, Lost
 from lmc.router.kv_index import BlockIndex, BlockName, CacheSource, Medium
 from lmc.router.policies.base import Policy
 from lmc.storage.places import place_of
@@ -128,9 +128,9 @@ class Follower:
         ]
 
     def _take(
-        self, index: DocumentIndex, engine: Engine, cache: str, batch: Batch, reader: DocumentReader | None
+        self, index: DocumentIndex, engine: Engine, cache: str, batch: bytes, reader: DocumentReader | None
     ) -> None:
-        sent, events = decoded(batch.payload)
+        sent, events = decoded(batch)
         self._lag(engine.url, max(0.0, time.time() - sent))
         for event in events:
             kind = event.get("type")
@@ -213,7 +213,7 @@ class BlockEvents:
             if isinstance(event, Lost):
                 self._index.drop(self._source)
             else:
-                self.take(event.payload)
+                self.take(event)
             await asyncio.sleep(0)  # Many batches may arrive at once; requests are served in between.
 
     def take(self, payload: bytes) -> None:

@@ -60,9 +60,9 @@ class RouterSettings:
 
     def admits(self, authorization: str) -> bool:
         """Return whether a client with this `authorization` header may send requests."""
-        kind, _, token = authorization.partition(" ")
-        matches = [hmac.compare_digest(token.strip().encode(), accepted.encode()) for accepted in self.client_tokens]
-        return not matches or (kind.lower() == "bearer" and any(matches))
+        token = bearer_token(authorization).encode()
+        matches = [hmac.compare_digest(token, accepted.encode()) for accepted in self.client_tokens]
+        return not matches or any(matches)
 
     def may_read_metrics(self, authorization: str) -> bool:
         """Return whether a caller with this `authorization` header may read the metrics.

@@ -106,12 +106,6 @@ class Ring:
         self._names: set[str] = set()
         self._points: list[tuple[int, str]] = []
 
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
-
     def add(self, name: str) -> None:
         """Add an engine, unless it is on the ring already."""
         if name not in self._names:

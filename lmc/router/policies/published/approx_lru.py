@@ -38,10 +38,6 @@ class LruIndex:
         for block in hashes:
             self._servers.get(server, OrderedDict()).pop(block, None)
 
-    def holders(self, block: int) -> list[str]:
-        """Return the names of the servers that have a block, sorted."""
-        return sorted(server for server, blocks in self._servers.items() if block in blocks)
-
     def leading(self, server: str, hashes: Sequence[int]) -> int:
         """Return how many blocks at the beginning of a prompt a server has."""
         blocks = self._servers.get(server)
