@@ -11,7 +11,7 @@ from storage_fakes import key_of, note_load
 
 from lmc.blend.segments import Span
 from lmc.engine.pieces import Piece
-from lmc.engine.planner import DocumentMatch, Match, Plan, blend_offer, choose_plan, make_plan
+from lmc.engine.planner import DocumentMatch, Match, Plan, Planner, make_plan
 from lmc.keys import RecordKind
 from lmc.storage.cost_model import CostModel, LoadPolicy
 from lmc.storage.places import MEMORY
@@ -335,11 +335,11 @@ MIXED = match(document("b", 40, "disk", "host"), exact=run_of("host", "disk", "h
 
 @pytest.mark.parametrize(("cost", "policy"), [(measured(FAST), AUTO), (Listening(), AUTO), (measured(SLOW), ALWAYS)])
 def test_what_is_faster_loaded_or_not_known_or_always_to_be_loaded_is_in_the_plan(cost, policy):
-    assert choose_plan(MIXED, size_of, cost, policy) == make_plan(MIXED)
+    assert Planner(size_of, cost, policy).choose(MIXED) == make_plan(MIXED)
 
 
 def test_what_is_faster_computed_is_left_out_and_the_plan_says_so():
-    plan = choose_plan(MIXED, size_of, measured(SLOW), AUTO)
+    plan = Planner(size_of, measured(SLOW), AUTO).choose(MIXED)
     assert replace(plan, skipped=0, slow=(), note="") == make_plan(replace(MIXED, memory_only=True))
     assert [piece.place for piece in plan.slow] == ["disk", "disk"]
     assert (spans(plan.exact), spans(plan.documents)) == ([(0, 10)], [(50, 60)])
@@ -351,18 +351,18 @@ def test_a_plan_from_memory_that_takes_more_skips_nothing():
     """With the chunks on the tier too few tokens of documents were left for a blend, and `skipped` became negative."""
     documents = document("a", 0, *["host"] * 5), document("b", 50, "host", "host")
     found = match(*documents, exact=run_of(*["disk"] * 6))
-    plan = choose_plan(replace(found, min_tokens=16), size_of, measured(SLOW), AUTO)
+    plan = Planner(size_of, measured(SLOW), AUTO).choose(replace(found, min_tokens=16))
     assert (plan.tokens, plan.skipped) == (70, 0)
 
 
 def test_a_plan_from_memory_alone_is_the_whole_plan_whatever_loading_takes():
     found = match(document("a", 30, "device"), exact=run_of("host"))
-    assert choose_plan(found, size_of, measured(SLOW), AUTO) == make_plan(found)
+    assert Planner(size_of, measured(SLOW), AUTO).choose(found) == make_plan(found)
 
 
 def test_every_reason_is_given():
     """Without its chunks on tiers the plan may have too few tokens for a blend."""
-    plan = choose_plan(replace(MIXED, min_tokens=11), size_of, measured(SLOW), AUTO)
+    plan = Planner(size_of, measured(SLOW), AUTO).choose(replace(MIXED, min_tokens=11))
     assert (spans(plan.pieces), plan.skipped) == ([(0, 10)], 40)
     few, slow = plan.note.split("; ")
     assert few == "10 tokens of stored documents are fewer than blend_min_tokens=11"
@@ -372,7 +372,7 @@ def test_every_reason_is_given():
 def test_what_loading_would_bring_is_offered():
     """An exact chunk in memory is of no use without those before it; a document's chunk in memory is."""
     cost = measured(FAST)
-    choose_plan(replace(MIXED, ratio=0.15), size_of, cost, AUTO)
+    Planner(size_of, cost, AUTO).choose(replace(MIXED, ratio=0.15))
     (offer,) = cost.offers
     assert offer.records == [("disk", 1000), ("disk", 1000)]
     assert (offer.exact, offer.reused, offer.ratio, offer.prompt) == (20, 10, 0.15, 100)
@@ -381,7 +381,7 @@ def test_what_loading_would_bring_is_offered():
 def test_only_tokens_that_are_used_are_offered_but_whole_records():
     cost = measured(FAST)
     found = match(document("b", 40, "redis", last=8), exact=run_of("disk", "disk"))
-    choose_plan(replace(found, local=15, prompt=44), size_of, cost, AUTO)
+    Planner(size_of, cost, AUTO).choose(replace(found, local=15, prompt=44))
     (offer,) = cost.offers
     assert offer.records == [("disk", 1000), ("redis", 800)]
     assert (offer.exact, offer.reused) == (5, 3)
@@ -389,7 +389,7 @@ def test_only_tokens_that_are_used_are_offered_but_whole_records():
 
 def test_a_record_that_is_used_twice_is_loaded_once():
     cost = measured(FAST)
-    plan = choose_plan(match(document("a", 5, "disk"), document("a", 45, "disk")), size_of, cost, AUTO)
+    plan = Planner(size_of, cost, AUTO).choose(match(document("a", 5, "disk"), document("a", 45, "disk")))
     assert spans(plan.documents) == [(5, 15), (45, 55)]
     (offer,) = cost.offers
     assert (offer.records, offer.reused) == ([("disk", 1000)], 20)
@@ -509,7 +509,7 @@ def test_a_plan_uses_everything_that_is_stored_or_says_why_not(found):
 @given(snapshots(), st.sampled_from([SLOW, FAST]))
 def test_the_same_snapshot_gives_the_same_plan_and_is_not_changed(found, byte):
     before = copy.deepcopy(found)
-    plans = [choose_plan(found, size_of, measured(byte), AUTO) for _ in range(2)]
+    plans = [Planner(size_of, measured(byte), AUTO).choose(found) for _ in range(2)]
     assert plans[0] == plans[1]
     assert found == before
 
@@ -535,24 +535,28 @@ def test_what_a_blend_computes_counts_the_question_twice():
     found = match(a, b, ratio=0.5, question_rows=12)
     plan = make_plan(found)
     reused = sum(piece.tokens for piece in plan.approximate)
-    offer = blend_offer(plan, ten_bytes_each)
+    offer = Planner(ten_bytes_each, CostModel(), AUTO).blend_offer(plan)
     assert (offer.rows, offer.tokens, offer.length) == (100 - reused + reused / 2 + 12, 100, 100)
     assert offer.records == [("disk", 10 * N)]
-    assert blend_offer(make_plan(replace(found, question_rows=None)), ten_bytes_each) is None, "it is not asked"
+    assert (
+        Planner(ten_bytes_each, CostModel(), AUTO).blend_offer(make_plan(replace(found, question_rows=None))) is None
+    ), "it is not asked"
 
 
 def test_the_tokens_that_the_engine_has_are_not_prefilled():
     a = document("a", 20, "host", "host")
-    offer = blend_offer(make_plan(match(a, local=24, ratio=0.5, question_rows=12)), ten_bytes_each)
+    offer = Planner(ten_bytes_each, CostModel(), AUTO).blend_offer(
+        make_plan(match(a, local=24, ratio=0.5, question_rows=12))
+    )
     assert (offer.tokens, offer.length) == (76, 124)
 
 
 def test_without_a_blend_that_would_be_slow_the_exact_part_is_left_and_a_note_says_why():
     cost = CostModel()
     found = match(document("a", 20, "host", "host"), exact=run_of("host"), ratio=1.0, question_rows=12)
-    plan = choose_plan(found, ten_bytes_each, cost, AUTO)
+    plan = Planner(ten_bytes_each, cost, AUTO).choose(found)
     assert (plan.exact, plan.documents, plan.skipped) == (run_of("host"), (), 2 * N)
     assert plan.note == plan.match.refused
     assert plan.note.startswith("stored documents were computed: a blend would compute ")
-    assert choose_plan(found, ten_bytes_each, cost, ALWAYS).documents
-    assert choose_plan(replace(found, question_rows=None), ten_bytes_each, cost, AUTO).documents, "it is not asked"
+    assert Planner(ten_bytes_each, cost, ALWAYS).choose(found).documents
+    assert Planner(ten_bytes_each, cost, AUTO).choose(replace(found, question_rows=None)).documents, "it is not asked"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -22,19 +22,13 @@ from lmc.terminal import console, counted, print_json
 
 if TYPE_CHECKING:
     from lmc.config.settings import Settings
+    from lmc.http.server import Certificate
     from lmc.server.server import CacheServer
 
 log = logging.getLogger(__name__)
 
 TAKEOVER_SECONDS = 600.0  # timeout for the end of the previous server
 SWITCH_SECONDS = 5e-5  # thread switch interval of the interpreter; Python's default is 100 times longer
-
-
-class OptionNames(NamedTuple):
-    """Where addresses come from, an option or a variable, as errors name them."""
-
-    http: str
-    document_events: str
 
 
 EventAddresses = Annotated[
@@ -97,14 +91,15 @@ def serve(
         read_mapping(config, f"--config {config}", "chunk_size: 256")  # for an error that names the option
         os.environ["LMC_CONFIG_FILE"] = str(config)
     settings = Settings.load()
-    names = OptionNames("--http" if http else ADDRESS, "--document-events" if document_events else DOCUMENT_EVENTS)
+    # Errors name the option or the variable that an address comes from.
+    http_name, events_name = "--http" if http else ADDRESS, "--document-events" if document_events else DOCUMENT_EVENTS
     http, document_events = http or settings.admin or "", document_events or settings.document_events or ""
     token = settings.admin_token or ""
-    tenant_salts = _checked(http, token, tenants, certificate, key, names.http)
+    tenant_salts, tls = _checked(http, token, tenants, certificate, key, http_name)
     path, group_number = _path_of(socket, settings.server), _number_of(group)
     set_up_log()
     sys.setswitchinterval(SWITCH_SECONDS)
-    _prepare(settings, http, document_events, names)
+    _prepare(settings, http, http_name, document_events, events_name)
     if takeover:
         _take_over(path)
     memory_path = memory.absolute() if memory else None
@@ -115,9 +110,9 @@ def serve(
     with ExitStack() as opened:
         opened.callback(_close, server)
         if document_events:
-            opened.callback(_published(server, document_events, names.document_events))
+            opened.callback(_published(server, document_events, events_name))
         if http:
-            opened.callback(_administered(server, http, token, tenant_salts, certificate, key, names.http))
+            opened.callback(_administered(server, http, token, tenant_salts, tls, http_name))
         # Without this, each full garbage collection would scan all imported objects, and block responses for 0.1 s.
         gc.collect()
         gc.freeze()
@@ -201,8 +196,11 @@ def _close(server: "CacheServer") -> None:
 
 def _checked(
     address: str, token: str, tenants: Path | None, certificate: Path | None, key: Path | None, setting: str
-) -> dict[str, str]:
-    """Return the cache salts of tenants, by token. Raises `ConfigError` for invalid or incompatible options."""
+) -> "tuple[dict[str, str], Certificate | None]":
+    """Return the cache salts of tenants, by token, and the certificate.
+
+    Raises `ConfigError` for invalid or incompatible options.
+    """
     from lmc.http.server import Certificate
 
     if not address and (tenants or certificate or key):
@@ -213,30 +211,23 @@ def _checked(
         raise ConfigError(f"--tenants needs a token for the server itself: set {TOKEN}")
     if address and not address.startswith(UNIX):
         host_and_port(address, token, setting)
-    if certificate and key:  # Check before a takeover: an error must not stop the old server.
-        Certificate(certificate, key).check()
+    tls = Certificate(certificate, key) if certificate and key else None
+    if tls:  # Check before a takeover: an error must not stop the old server.
+        tls.check()
     salts = _tenants_in(tenants) if tenants else {}
     if token in salts:
         raise ConfigError(f"--tenants {tenants}: a tenant has the server's token; use different tokens")
-    return salts
+    return salts, tls
 
 
 def _administered(
-    server: "CacheServer",
-    address: str,
-    token: str,
-    tenants: dict[str, str],
-    certificate: Path | None,
-    key: Path | None,
-    setting: str,
+    server: "CacheServer", address: str, token: str, tenants: dict[str, str], tls: "Certificate | None", setting: str
 ) -> Callable[[], None]:
     """Start the HTTP server, and return the function that stops it. Raises `ConfigError` if it cannot start."""
-    from lmc.http.server import Certificate
     from lmc.http.server import serve as serve_http
     from lmc.server.http_api import application
     from lmc.server.overview import Overview
 
-    tls = Certificate(certificate, key) if certificate and key else None
     return serve_http(application(Overview(server), token, tenants), address, token, setting=setting, certificate=tls)
 
 
@@ -251,7 +242,7 @@ def _published(server: "CacheServer", address: str, setting: str) -> Callable[[]
     return DocumentPublisher(address, events, setting=setting).close
 
 
-def _prepare(settings: "Settings", http: str, document_events: str, names: OptionNames) -> None:
+def _prepare(settings: "Settings", http: str, http_name: str, document_events: str, events_name: str) -> None:
     """Import the modules of the HTTP server, which takes seconds, and check packages and event addresses.
 
     A server that will be taken over runs meanwhile, and keeps running after an error. Raises `ConfigError` if a package
@@ -262,14 +253,14 @@ def _prepare(settings: "Settings", http: str, document_events: str, names: Optio
 
     check_packages(settings)
     if document_events:
-        event_addresses(document_events, names.document_events)
+        event_addresses(document_events, events_name)
     try:
         if http:
             import uvicorn  # noqa: F401
 
             from lmc.server import http_api  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"{names.http} needs the package {error.name}: pip install fastapi uvicorn") from None
+        raise ConfigError(f"{http_name} needs the package {error.name}: pip install fastapi uvicorn") from None
 
 
 def _tenants_in(file: Path) -> dict[str, str]:

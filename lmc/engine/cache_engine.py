@@ -32,16 +32,7 @@ from lmc.documents.server import DocumentServer, FollowingEngine, LearningEngine
 from lmc.engine.index import BlockChain, CacheIndex, ExactChain, NewChunk, TokenChain, find_run
 from lmc.engine.names import Names
 from lmc.engine.pieces import Piece, trim
-from lmc.engine.planner import (
-    DocumentMatch,
-    FoundBy,
-    Match,
-    Plan,
-    blend_offer,
-    choose_plan,
-    computing,
-    without_slow_blend,
-)
+from lmc.engine.planner import DocumentMatch, FoundBy, Match, Plan, Planner
 from lmc.engine.promotion import Promotion
 from lmc.engine.recall import Recall
 from lmc.engine.speeds import SpeedFile, processor_of, setup_of
@@ -353,22 +344,20 @@ class CacheEngine:
         return [place or known.get(key) for key, place in zip(keys, places, strict=True)]
 
     def plan(self, match: Match, cost: CostModel | None = None) -> Plan:
-        """Decide which stored parts are loaded, by `cost` or else the store's cost model; see `choose_plan`."""
-        policy = LoadPolicy(self.settings.load_policy)
-        return choose_plan(match, self._record_bytes, cost or self.store.cost, policy)
+        """Decide which stored parts are loaded, by `cost` or else the store's cost model; see `Planner.choose`."""
+        return self._planner(cost).choose(match)
 
     def computing(self, plan: Plan) -> float | None:
         """Return the expected seconds of computing what a plan loads from tiers; see the planner."""
-        return computing(plan, self._record_bytes, self.store.cost, LoadPolicy(self.settings.load_policy))
+        return self._planner().computing(plan)
 
     def without_slow_blend(self, plan: Plan) -> Plan:
         """Return a plan without its blend if prefill is expected to be faster; see the planner."""
-        policy = LoadPolicy(self.settings.load_policy)
-        return without_slow_blend(plan, self._record_bytes, self.store.cost, policy)
+        return self._planner().without_slow_blend(plan)
 
     def blend_offer(self, plan: Plan) -> BlendOffer | None:
         """Return what the blend of a plan computes and loads; None without a blend."""
-        return blend_offer(plan, self._record_bytes)
+        return self._planner().blend_offer(plan)
 
     # -- KV ----------------------------------------------------------------------------------------------------------
 
@@ -497,6 +486,9 @@ class CacheEngine:
         if loaded is not None:
             loaded[pin.place] += self.shape.part_bytes(piece.stored)
         return self.shape.part(self.store.part(pin, layer), piece.stored, piece.rows)
+
+    def _planner(self, cost: CostModel | None = None) -> Planner:
+        return Planner(self._record_bytes, cost or self.store.cost, LoadPolicy(self.settings.load_policy))
 
     def _record_bytes(self, piece: Piece) -> int:
         if piece.kind is RecordKind.PAGES:

@@ -159,78 +159,80 @@ def _document_pieces(match: Match) -> list[Piece]:
     return sorted(pieces, key=lambda piece: piece.at)
 
 
-def choose_plan(match: Match, size_of: Callable[[Piece], int], cost: CostModel, policy: LoadPolicy) -> Plan:
-    """Return the plan that is expected to be fastest.
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Chooses plans by how long loading and computing are expected to take."""
 
-    The plan uses everything that is stored, except what is expected to load more slowly than it is computed. `size_of`
-    returns the number of bytes that a piece's chunk has on a tier.
-    """
-    plan = make_plan(match)
-    if not plan.pieces:
-        return plan
-    choice = cost.choose(_offer(plan, size_of), policy)
-    if not choice.load:
-        rest = make_plan(replace(match, memory_only=True))
-        note = "; ".join(filter(None, (rest.note, choice.why)))
-        # Without the exact chunks on tiers, a blend may pay for documents for which it did not pay before.
-        slow = tuple(piece for piece in plan.pieces if piece.place not in AT_HAND)
-        plan = replace(rest, skipped=max(0, plan.tokens - rest.tokens), slow=slow, note=note)
-    return without_slow_blend(plan, size_of, cost, policy)
+    size_of: Callable[[Piece], int]  # returns the number of bytes that a piece's chunk has on a tier
+    cost: CostModel
+    policy: LoadPolicy
 
+    def choose(self, match: Match) -> Plan:
+        """Return the plan that is expected to be fastest.
 
-def computing(plan: Plan, size_of: Callable[[Piece], int], cost: CostModel, policy: LoadPolicy) -> float | None:
-    """Return the expected seconds of computing what a plan loads from tiers.
+        The plan uses everything that is stored, except what is expected to load more slowly than it is computed.
+        """
+        plan = make_plan(match)
+        if not plan.pieces:
+            return plan
+        choice = self.cost.choose(self._offer(plan), self.policy)
+        if not choice.load:
+            rest = make_plan(replace(match, memory_only=True))
+            note = "; ".join(filter(None, (rest.note, choice.why)))
+            # Without the exact chunks on tiers, a blend may pay for documents for which it did not pay before.
+            slow = tuple(piece for piece in plan.pieces if piece.place not in AT_HAND)
+            plan = replace(rest, skipped=max(0, plan.tokens - rest.tokens), slow=slow, note=note)
+        return self.without_slow_blend(plan)
 
-    None if this is not known, and if the plan loads in any case.
-    """
-    return cost.computing(_offer(plan, size_of)) if policy is LoadPolicy.AUTO else None
+    def computing(self, plan: Plan) -> float | None:
+        """Return the expected seconds of computing what a plan loads from tiers.
 
+        None if this is not known, and if the plan loads in any case.
+        """
+        return self.cost.computing(self._offer(plan)) if self.policy is LoadPolicy.AUTO else None
 
-def without_slow_blend(plan: Plan, size_of: Callable[[Piece], int], cost: CostModel, policy: LoadPolicy) -> Plan:
-    """Return a plan without its blend if prefill is expected to be faster, otherwise the plan itself."""
-    offer = blend_offer(plan, size_of)
-    why = cost.against_blend(offer, policy) if offer is not None else ""
-    if not why:
-        return plan
-    rest = make_plan(replace(plan.match, refused=f"stored documents were computed: {why}"))
-    note = "; ".join(filter(None, dict.fromkeys((plan.note, rest.note))))
-    return replace(rest, skipped=plan.skipped + plan.tokens - rest.tokens, slow=plan.slow, note=note)
+    def without_slow_blend(self, plan: Plan) -> Plan:
+        """Return a plan without its blend if prefill is expected to be faster, otherwise the plan itself."""
+        offer = self.blend_offer(plan)
+        why = self.cost.against_blend(offer, self.policy) if offer is not None else ""
+        if not why:
+            return plan
+        rest = make_plan(replace(plan.match, refused=f"stored documents were computed: {why}"))
+        note = "; ".join(filter(None, dict.fromkeys((plan.note, rest.note))))
+        return replace(rest, skipped=plan.skipped + plan.tokens - rest.tokens, slow=plan.slow, note=note)
 
+    def blend_offer(self, plan: Plan) -> BlendOffer | None:
+        """Return what the blend of a plan computes and loads; None without one, or if `Match.question_rows` is None."""
+        reused, match = sum(piece.tokens for piece in plan.approximate), plan.match
+        if not reused or match.question_rows is None:
+            return None
+        tokens = match.prompt - plan.reach
+        fresh = tokens - sum(piece.tokens for piece in plan.documents)
+        return BlendOffer(
+            rows=fresh + match.ratio * reused + min(match.question_rows, fresh),
+            tokens=tokens,
+            length=match.prompt + plan.reach,
+            revises=any(piece.place == OWN for piece in plan.documents),
+            records=self._records(plan),
+        )
 
-def blend_offer(plan: Plan, size_of: Callable[[Piece], int]) -> BlendOffer | None:
-    """Return what the blend of a plan computes and loads; None without a blend, or if `Match.question_rows` is None."""
-    reused, match = sum(piece.tokens for piece in plan.approximate), plan.match
-    if not reused or match.question_rows is None:
-        return None
-    tokens = match.prompt - plan.reach
-    fresh = tokens - sum(piece.tokens for piece in plan.documents)
-    return BlendOffer(
-        rows=fresh + match.ratio * reused + min(match.question_rows, fresh),
-        tokens=tokens,
-        length=match.prompt + plan.reach,
-        revises=any(piece.place == OWN for piece in plan.documents),
-        records=_records(plan, size_of),
-    )
+    def _offer(self, plan: Plan) -> Offer:
+        """Return the records that a plan would load, and the number of prefill tokens that they save.
 
+        `exact` counts from the first loaded record on, because nothing after a missing record can be reused exactly.
+        """
+        return Offer(
+            records=self._records(plan),
+            exact=sum(piece.tokens for piece in dropwhile(lambda piece: piece.place in AT_HAND, plan.exact)),
+            reused=sum(piece.tokens for piece in plan.documents if piece.place not in AT_HAND),
+            ratio=plan.match.ratio,
+            prompt=plan.match.prompt,
+        )
 
-def _offer(plan: Plan, size_of: Callable[[Piece], int]) -> Offer:
-    """Return the records that a plan would load, and the number of prefill tokens that they save.
-
-    `exact` counts from the first loaded record on, because nothing after a missing record can be reused exactly.
-    """
-    return Offer(
-        records=_records(plan, size_of),
-        exact=sum(piece.tokens for piece in dropwhile(lambda piece: piece.place in AT_HAND, plan.exact)),
-        reused=sum(piece.tokens for piece in plan.documents if piece.place not in AT_HAND),
-        ratio=plan.match.ratio,
-        prompt=plan.match.prompt,
-    )
-
-
-def _records(plan: Plan, size_of: Callable[[Piece], int]) -> list[tuple[str, int]]:
-    """Return the tier and the size of each record that a plan loads, once."""
-    away = {piece.key: piece for piece in plan.pieces if piece.place not in AT_HAND}
-    return [(str(piece.place), size_of(piece)) for piece in away.values()]
+    def _records(self, plan: Plan) -> list[tuple[str, int]]:
+        """Return the tier and the size of each record that a plan loads, once."""
+        away = {piece.key: piece for piece in plan.pieces if piece.place not in AT_HAND}
+        return [(str(piece.place), self.size_of(piece)) for piece in away.values()]
 
 
 def _stop(pieces: Sequence[Piece]) -> int:

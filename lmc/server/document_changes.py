@@ -3,22 +3,12 @@
 import threading
 import time
 from collections import deque
-from typing import NamedTuple
 
 from lmc.documents.known import KnownDocument, KnownDocuments
 from lmc.keys import ChunkKey
 
 MAX_DOCUMENT_CHANGES = 1 << 17  # changes that are kept for clients; they take up to 10 MB
 MAX_SENT_DOCUMENTS = 64  # documents that a client gets with one request
-
-
-class ChangedSince(NamedTuple):
-    """The documents that changed after a change, or the first of them."""
-
-    documents: list[KnownDocument]  # as they are now
-    number: int  # of the last change among these
-    more: bool  # whether there are later changes
-    complete: bool  # false if earlier changes are lost, so that the client must list all documents again
 
 
 class DocumentChanges:
@@ -39,8 +29,12 @@ class DocumentChanges:
             self._keys.append(document.keys[-1])
             self.last += 1
 
-    def since(self, number: int) -> ChangedSince:
-        """Return the next documents that changed after a change."""
+    def since(self, number: int) -> tuple[list[KnownDocument], int, bool, bool]:
+        """Return the next documents that changed after a change, as they are now, and the number of their last change.
+
+        The first flag says whether there are later changes. The second one is false if earlier changes are lost, so
+        that the client must list all documents again.
+        """
         with self._mutex:
             first = self.last - len(self._keys)
             complete = first <= number <= self.last
@@ -49,4 +43,4 @@ class DocumentChanges:
             keys = [self._keys[i - first] for i in range(start, end)]  # `islice` would pass all entries before them.
             more = end < self.last
         documents = [self._known.get(key.hex()) for key in dict.fromkeys(keys)]
-        return ChangedSince([document for document in documents if document is not None], end, more, complete)
+        return [document for document in documents if document is not None], end, more, complete
