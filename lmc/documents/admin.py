@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmc.background import Background
 from lmc.documents.keeper import DocumentKeeper
@@ -22,6 +23,16 @@ PREVIEW_TOKENS = 30  # leading tokens of a document whose text a list shows
 DEFAULT_LIST_LENGTH = 100  # documents
 
 Facts = Mapping[str, Any]
+
+
+class DocumentChange(BaseModel):
+    """A change of documents: pin, time limit or names."""
+
+    model_config = ConfigDict(extra="forbid")
+    pinned: bool | None = None
+    ttl: Annotated[float, Field(gt=0, lt=MAX_TTL_SECONDS)] | None = None  # seconds
+    name: Annotated[str, Field(max_length=LONGEST_NAME)] = ""
+    add_names: Annotated[str, Field(max_length=LONGEST_NAME, description="more names, each on a line")] = ""
 
 
 class DocumentSource(Protocol):
@@ -100,25 +111,22 @@ class DocumentAdmin:
         A `name` replaces all names, and `add_names` adds some, each on a line. Raises `InputError` as `show` does, and
         if the pin quota is exceeded.
         """
-        pinned, ttl = changes.get("pinned"), changes.get("ttl")
-        title, added = changes.get("name", ""), changes.get("add_names", "")
-        valid_ttl = isinstance(ttl, int | float) and not isinstance(ttl, bool) and 0 < ttl < MAX_TTL_SECONDS
-        valid_name = all(isinstance(name, str) and len(name) <= LONGEST_NAME for name in (title, added))
-        valid = isinstance(pinned, bool | None) and (ttl is None or valid_ttl) and valid_name
-        if not valid or not changes.keys() <= {"pinned", "ttl", "name", "add_names"}:
+        try:
+            change = DocumentChange.model_validate(changes, strict=True)
+        except ValidationError:
             of_names = f"name or add_names (up to {LONGEST_NAME} characters)"
             fields = f"pinned (true or false), ttl (seconds above 0, or null), {of_names}"
-            raise InputError(f"invalid change of documents {dict(changes)}: use only {fields}")
+            raise InputError(f"invalid change of documents {dict(changes)}: use only {fields}") from None
         matches = self._find(name, tenant)
         for source, documents in _by_source([(match.sources[0], match.known) for match in matches]):
-            if pinned is not None:
-                (source.keeper.pin if pinned else source.keeper.unpin)(documents)
-            if "ttl" in changes:
-                source.keeper.expire(documents, ttl)
-            if title or added:
+            if change.pinned is not None:
+                (source.keeper.pin if change.pinned else source.keeper.unpin)(documents)
+            if "ttl" in change.model_fields_set:
+                source.keeper.expire(documents, change.ttl)
+            if change.name or change.add_names:
                 for document in documents:
-                    names = names_in(title) or document.names
-                    source.known.rename(document, joined_names([*names, *names_in(added)]))
+                    names = names_in(change.name) or document.names
+                    source.known.rename(document, joined_names([*names, *names_in(change.add_names)]))
                 source.keeper.renamed(documents)
         if not (changed := self._matches(match.known for match in matches)):
             raise NotFound(f"document {name!r} was removed in the meantime")

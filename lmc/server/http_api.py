@@ -19,11 +19,11 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.types import Receive, Scope, Send
 
 from lmc import __version__
-from lmc.documents.admin import DEFAULT_LIST_LENGTH, Page
+from lmc.documents.admin import DEFAULT_LIST_LENGTH, DocumentChange, Page
 from lmc.documents.table import Filter
 from lmc.errors import InputError, NotFound
 from lmc.http.server import VISITOR, Guard, Visitor
-from lmc.keys import LONGEST_NAME, MAX_TTL_SECONDS, TENANT_DIGITS, tenant_of
+from lmc.keys import TENANT_DIGITS, tenant_of
 from lmc.server.overview import Overview, ServerCollector
 from lmc.shapes import GIB, KIB, MIB
 
@@ -38,16 +38,6 @@ MAX_LIST_LENGTH = 1 << 30  # documents; a list is sent in pieces
 STREAMED_DOCUMENTS = 100  # documents in one piece of a listing
 MAX_SUBSCRIBERS = 16
 TENANT = re.compile(f"[0-9a-f]{{{TENANT_DIGITS}}}")  # a tenant's name: digits of the cache salt's digest
-
-
-class DocumentChange(BaseModel):
-    """A change of documents: pin, time limit or name."""
-
-    model_config = ConfigDict(extra="forbid")
-    pinned: bool | None = None
-    ttl: Annotated[float, Field(gt=0, lt=MAX_TTL_SECONDS)] | None = None
-    name: Annotated[str, Field(max_length=LONGEST_NAME)] = ""
-    add_names: Annotated[str, Field(max_length=LONGEST_NAME, description="more names, each on a line")] = ""
 
 
 class Owner(BaseModel):
