@@ -27,7 +27,7 @@ def test_a_new_tenant_is_known_however_many_there_were(names: Names) -> None:
         namespace = names.of(DOCUMENT, f"session {number}")
         names.of(PAGES, f"session {number}")
         assert names.tenant_of(namespace) == tenant_of(f"session {number}")
-    assert len(names.salts) <= 10 * len(RecordKind)
+    assert len(names.namespaces_of_documents()) <= 10 * len(RecordKind)
     assert names.tenant_of(first) == UNKNOWN
 
 

@@ -103,7 +103,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     def __init__(self, vllm_config: vllm_api.VllmConfig, role: vllm_api.KVConnectorRole, kv_cache_config: Any) -> None:
         """Read the settings. Raises `ConfigError` if they do not fit this engine, `TierUnusable` without its server."""
         join_log()
-        if role is vllm_api.KVConnectorRole.SCHEDULER:
+        is_scheduler = role is vllm_api.KVConnectorRole.SCHEDULER
+        if is_scheduler:
             vllm_api.warn_if_untested()
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
@@ -127,8 +128,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self._bad_blocks: set[int] = set()
         self._failed: set[str] = set()  # requests whose load has failed, if layers have windows
         # With tensor parallelism, a worker raises its errors: if it skipped work, the other ranks would wait forever.
-        among_ranks = parallel.tensor_parallel_size > 1 and role is vllm_api.KVConnectorRole.WORKER
-        is_scheduler = role is vllm_api.KVConnectorRole.SCHEDULER
+        among_ranks = parallel.tensor_parallel_size > 1 and not is_scheduler
         self._guard = HookGuard(raises=among_ranks, switches=is_scheduler)
         with self._guard.part_of_start(self._disable):
             self._examine_model(kv_cache_config, is_scheduler=is_scheduler)
@@ -241,8 +241,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         if not finished_req_ids and not worker.ends_loads:
             return None, None
         self._guard.run("get_finished", lambda: worker.cancel(finished_req_ids), None)
-        nothing: dict[str, Table] = {}
-        ended = self._guard.run("get_finished", worker.outcome, nothing)
+        ended = self._guard.run("get_finished", worker.outcome, dict[str, Table]())
         if any(self._windows):  # The blocks before an invalid block are not all kept.
             self._failed = {request for request, bad in ended.items() if bad}
         else:
@@ -299,10 +298,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     def _open(self, facts: Mapping[tuple[int, int], WorkerFacts | None]) -> None:
         """Open the store, now that all workers have reported."""
         workers = [worker for rank in sorted(facts) if (worker := facts[rank])]
-        cache = self._config.cache_config
-        parallel, settings = self._config.parallel_config, self.settings
-        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        if len(facts) != ranks:
+        cache, settings = self._config.cache_config, self.settings
+        if len(facts) != (ranks := self._rank_count()):
             raise ConfigError(
                 f"lmc sees {len(facts)} of {ranks} workers, but needs one scheduler for all ranks: use an executor "
                 "of kind mp or ray, not external_launcher"
@@ -320,7 +317,6 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         # Without blending, `lmc explain` still needs a tokenizer: it says why a prompt given as text is not blended.
         tokenizer = self._tokenizer() if not refused or settings.admin else None
         prefix = learn_prefix(tokenizer, settings) if tokenizer and not refused else ()
-        hashing = cache.prefix_caching_hash_algo
         model_config = self._config.model_config
         names: dict[str, Any] = {
             "name": str(model_config.served_model_name or model_config.model),
@@ -328,6 +324,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             "windows": self._windows,
             "states": self._states,
         }
+        hashing = cache.prefix_caching_hash_algo
         engine = open_engine(settings, workers, cache.block_size, model, hashing, prefix=prefix, **names)
         try:
             self._begin(engine, workers, tokenizer, refused)
@@ -451,12 +448,15 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """Return the number of loaded tokens by their source, a `CacheHitSource`."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return {}
         tokens_by_source: Counter[Any] = Counter()
-        places: dict[str, int] = {}
-        if (scheduler := self._scheduler) is not None:
-            places = self._guarded(
-                "get_external_cache_hit_sources", lambda: scheduler.sources(request, num_external_tokens), places
-            )
+        places = self._guarded(
+            "get_external_cache_hit_sources",
+            lambda: scheduler.sources(request, num_external_tokens),
+            dict[str, int](),
+        )
         for place, count in places.items():
             tokens_by_source[vllm_api.CacheHitSource[place_of(place).hit_source]] += count
         return dict(tokens_by_source)
@@ -625,10 +625,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             return None
         self._scheduler.has_news, self._counts_at = False, now + COUNT_SECONDS
         self._guard.new_errors()
-        nothing: dict[str, float] = {}
-        unobserved: dict[str, list[float]] = {}
-        numbers = self._guarded("get_kv_connector_stats", self._scheduler.numbers, nothing)
-        observed = self._guarded("get_kv_connector_stats", self._scheduler.take_observed, unobserved)
+        numbers = self._guarded("get_kv_connector_stats", self._scheduler.numbers, dict[str, float]())
+        observed = self._guarded("get_kv_connector_stats", self._scheduler.take_observed, dict[str, list[float]]())
         numbers |= {key("errors", (hook,)): count for hook, count in self._guard.errors.items()}
         before, self._counted = self._counted, {**self._counted, **numbers}
         # Zeros are reported once, because the rate of a metric needs a value before the first count.

@@ -128,7 +128,7 @@ def _why_gone(engine: CacheEngine, same: Sequence[KnownDocument], namespace: byt
 
 def why_elsewhere(engine: CacheEngine, documents: Sequence[KnownDocument]) -> str:
     """Return why documents of other namespaces cannot be used."""
-    tenants = {engine.namespace(RecordKind.DOCUMENT, one) for one in engine.names.salts}
+    tenants = set(engine.names.namespaces_of_documents())
     if any(known.namespace in tenants for known in documents):
         return "it was learned under another cache_salt, or without one, and tenants share nothing"
     return "it was learned by another model, or with other settings (dtype, chunk_size, blend_method)"

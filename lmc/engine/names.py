@@ -28,11 +28,6 @@ class Names:
         self._mutex = threading.Lock()
         self.of(RecordKind.DOCUMENT, "")
 
-    @property
-    def salts(self) -> list[str]:
-        """The cache salts of the tenants that have sent a request."""
-        return list(self._salts.values())
-
     def namespaces_of_documents(self) -> list[bytes]:
         """Return the document namespaces of the tenants that have sent a request."""
         return list(self._salts)
@@ -64,7 +59,7 @@ class Names:
 
     def begin_anew(self) -> None:
         """Replace all namespaces by random ones, which no later process finds."""
-        salts = self.salts
+        salts = list(self._salts.values())
         self._namespace = replace(self._namespace, model=self._namespace.model + os.urandom(16).hex())
         with self._mutex:
             self._digests, self._salts = OrderedDict(), {}

@@ -12,8 +12,7 @@ from lmc.connectors.vllm.messages import BLEND_SHARE, StepPlan
 from lmc.connectors.vllm.worker import tensor_parallel
 from lmc.connectors.vllm.worker import worker as module
 from lmc.connectors.vllm.worker.streams import Streams
-from lmc.connectors.vllm.worker.work import Cost, Work
-from lmc.connectors.vllm.worker.worker import BUSY, ROWS_THAT_END, Worker
+from lmc.connectors.vllm.worker.worker import BUSY, ROWS_THAT_END, Cost, Work, Worker
 from lmc.errors import ChunkLost
 
 STEP, LAYERS = 1000, 32

@@ -16,17 +16,9 @@ from lmc.terminal import some_of
 ONLY_OURS = {"blend", "learn", "strategy", "ratio"}  # options whose names no other connector uses
 # Facts of a response. A proxy between prefill and decode engines may send them on as the options of the second request.
 FACTS = {
-    *("learned", "computed_documents", "exact_tokens", "tokens_from", "skipped_tokens", "continued_tokens"),
-    *(
-        "found_documents",
-        "unknown_documents",
-        "reused_tokens",
-        "fresh_tokens",
-        "token_layers",
-        "charged_budget",
-        "note",
-    ),
-}
+    "learned", "computed_documents", "exact_tokens", "tokens_from", "skipped_tokens", "continued_tokens",
+    "found_documents", "unknown_documents", "reused_tokens", "fresh_tokens", "token_layers", "charged_budget", "note",
+}  # fmt: skip
 
 
 class Options(BaseModel):

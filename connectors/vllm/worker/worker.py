@@ -17,6 +17,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Generator, Sequence, Set
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +52,6 @@ from lmc.connectors.vllm.worker.rank_slab import RankSlab
 from lmc.connectors.vllm.worker.selftest import prove_model, run_full_batch
 from lmc.connectors.vllm.worker.streams import LayerLoads, Streams, divided, seconds_of
 from lmc.connectors.vllm.worker.tensor_parallel import meet_all_ranks, on_all_ranks
-from lmc.connectors.vllm.worker.work import Cost, Work
 from lmc.copies import Addresses, sent
 from lmc.engine import Piece
 from lmc.engine.speeds import processor_of
@@ -72,6 +72,37 @@ BUSY = 1 / 16
 # On a GPU, the blend may still be running then. Other blends wait until it is reported, or for this number of steps.
 MAX_STEPS_WAITED = 100
 MIN_ROWS = 512  # minimal rows per call of a layer on a CPU, or of the compiled model: each call reads all weights
+
+
+class Cost(NamedTuple):
+    """The cost of a slice of a job, in token-layers; 0 if the slice waits for bytes."""
+
+    done: int
+    coming: int | None = None  # cost of the next slice, if known; 0 after the last slice
+
+
+@dataclass(slots=True)
+class Work:
+    """A job that is under way."""
+
+    steps: Generator[Cost, None, None]
+    request: str = ""  # the request that waits for the job
+    blocks: tuple[int, ...] = ()  # blocks whose contents are invalid if the job fails
+    wanted: Sequence[PageCopy | Piece] = ()  # the slots that the job reads
+    job: int = -1  # the number of a learning or backfill job
+    idle: bool = False  # The job runs only in steps in which nothing else is computed.
+    computes: str = ""  # what the job computes; "" if it only copies
+    memory: int = 0  # number of bytes that the job may still allocate, in addition to those for a batch of rows
+    coming: int = 0  # expected cost of the next slice
+    rows: float = 0  # tokens that a blend computes
+    largest: int = 0  # largest cost of a slice until now; it is the expectation if the cost of the next is unknown
+
+    def next_slice(self) -> int:
+        """Run a slice, and return its cost. Raises `StopIteration` after the last slice."""
+        cost, coming = next(self.steps)
+        self.largest = max(self.largest, cost)
+        self.coming = self.largest if coming is None else coming
+        return cost
 
 
 class EndedLoad(NamedTuple):
