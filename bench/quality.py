@@ -70,9 +70,11 @@ def main() -> int:
     arguments.add_argument(
         "--minutes", type=float, default=float("inf"), help="measure no longer, and show what is there"
     )
+    arguments.add_argument("--name", help="end of the name of the kept result, if it is not of the usual prompts")
     arguments.add_argument("--quick", action="store_true", help="a few prompts of the default; fails if it got worse")
     options = arguments.parse_args()
-    result_name = "quality" if options.model == USUAL else f"quality_{options.model}"
+    parts = ("quality", options.model if options.model != USUAL else None, options.name)
+    result_name = "_".join(part for part in parts if part)
     options.rows = options.rows or Path(f".demo/{result_name}.jsonl")
     known = [*TASKS, *ASKED]
     if strange := set(options.tasks.split(",")).difference(known):
