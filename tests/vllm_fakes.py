@@ -363,18 +363,16 @@ class Lab:
             )
             for rank in range(ranks)
         ]
-        opened = {"tiers": tiers, "prefix": prefix, "windows": windows}
-        self.engine = open_engine(self.settings, facts, BLOCK, model, "sha256", **opened)
+        self.pool, self.workers = Pool(blocks), Workers(blocks, len(windows))
+        self.groups = KVGroups(self.pool, BLOCK, windows)
+        self.engine = open_engine(self.settings, facts, self.groups, model, "sha256", tiers=tiers, prefix=prefix)
         self.store = self.engine.store
         if not promotes:
             self.engine.promotion.stop()
-        self.pool, self.workers = Pool(blocks), Workers(blocks, len(windows))
         self.setup = Setup(
             settings=self.settings,
             engine=self.engine,
-            pool=self.pool,
-            block_size=BLOCK,
-            windows=windows,
+            groups=self.groups,
             stages=layers_of_stages(facts),
             ranks=ranks,
             markers=Markers(
@@ -389,7 +387,6 @@ class Lab:
             clock=lambda: self.now,
         )
         self.scheduler = Scheduler(self.setup)
-        self.groups = KVGroups.of(self.setup)
         self.tables, self.requests, self.cancelled = {}, {}, set()
         self.windowed = {}  # the block tables of a request in the groups after the first
         self.loading = set()  # requests whose blocks are not theirs to free

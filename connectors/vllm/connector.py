@@ -31,6 +31,7 @@ from lmc.connectors.vllm.model_kinds import (
 )
 from lmc.connectors.vllm.plugin import join_log, loaded_draft_model, loaded_model
 from lmc.connectors.vllm.scheduler.admin import Administration, serve_if_wanted
+from lmc.connectors.vllm.scheduler.kv_groups import KVGroups
 from lmc.connectors.vllm.scheduler.scheduler import Scheduler
 from lmc.connectors.vllm.start import (
     Setup,
@@ -321,20 +322,21 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         names: dict[str, Any] = {
             "name": str(model_config.served_model_name or model_config.model),
             "tokenizer": str(model_config.tokenizer or ""),
-            "windows": self._windows,
-            "states": self._states,
         }
+        groups = KVGroups(self._pool, cache.block_size, self._windows, self._states)
         hashing = cache.prefix_caching_hash_algo
-        engine = open_engine(settings, workers, cache.block_size, model, hashing, prefix=prefix, **names)
+        engine = open_engine(settings, workers, groups, model, hashing, prefix=prefix, **names)
         try:
-            self._begin(engine, workers, tokenizer, refused)
+            self._begin(engine, groups, workers, tokenizer, refused)
         except Exception:
             if self._publisher:
                 self._publisher.close()
             engine.close()
             raise
 
-    def _begin(self, engine: CacheEngine, workers: Sequence[WorkerFacts], tokenizer: Any, refused: str) -> None:
+    def _begin(
+        self, engine: CacheEngine, groups: KVGroups, workers: Sequence[WorkerFacts], tokenizer: Any, refused: str
+    ) -> None:
         """Create the scheduler over the open store, and start the endpoints that the settings name addresses for."""
         cache, parallel, settings = self._config.cache_config, self._config.parallel_config, self.settings
         hashing, speculative = cache.prefix_caching_hash_algo, self._config.speculative_config
@@ -342,16 +344,13 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         setup = Setup(
             settings=settings,
             engine=engine,
-            pool=self._pool,
-            block_size=cache.block_size,
+            groups=groups,
             stages=layers_of_stages(workers),
             ranks=len(workers),
             markers=self._markers(tokenizer) if tokenizer and not refused else None,
             tokenizer=tokenizer,
             blends=not refused,
             refused=refused,
-            windows=self._windows,
-            states=self._states,
             batch_tokens=self._config.scheduler_config.max_num_batched_tokens,
             decode_tokens=1 + (speculative.num_speculative_tokens if speculative else 0),
             by_priority=self._config.scheduler_config.policy == "priority",

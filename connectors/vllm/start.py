@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from lmc.blend.markers import Markers
 from lmc.config.settings import Settings
 from lmc.connectors.vllm.messages import WorkerFacts
+from lmc.connectors.vllm.scheduler.kv_groups import KVGroups
 from lmc.documents.events import DocumentEvents
 from lmc.documents.publisher import DocumentPublisher
 from lmc.engine import CacheEngine
@@ -31,10 +32,7 @@ class Setup:
 
     settings: Settings
     engine: CacheEngine
-    pool: Any  # the engine's block pool
-    block_size: int  # number of tokens in a block
-    windows: tuple[int, ...] = (0,)  # by KV cache group, how many tokens a token sees; 0 for all before it
-    states: frozenset[int] = frozenset()  # KV cache groups whose pages are states after the last token of a block
+    groups: KVGroups  # the engine's KV cache groups, with its block pool
     stages: tuple[int, ...]  # number of layers of each pipeline stage
     ranks: int  # number of workers
     batch_tokens: int  # maximal number of tokens that the engine computes in a step
@@ -91,7 +89,7 @@ def layers_of_stages(workers: Sequence[WorkerFacts]) -> tuple[int, ...]:
 def open_engine(
     settings: Settings,
     workers: Sequence[WorkerFacts],
-    block_size: int,
+    groups: KVGroups,
     model: str,
     hashing: str,
     *,
@@ -99,31 +97,47 @@ def open_engine(
     prefix: Sequence[int] = (),
     name: str = "",
     tokenizer: str = "",
-    windows: Sequence[int] = (0,),
-    states: Collection[int] = (),
 ) -> CacheEngine:
     """Create the slab and open the tiers, by default the tiers of the settings.
 
     `model` is the model's identity, and `hashing` is the algorithm of the engine's block hashes. A chunk has one part
     for each layer and rank. Documents are learned after the tokens of `prefix`. `name` is the model's name for
-    operators, and `tokenizer` is the path or id of its tokenizer. `windows` and `states` are as in `Setup`.
-    Raises `ConfigError`, `NoMemory` or `TierUnusable`.
+    operators, and `tokenizer` is the path or id of its tokenizer. Raises `ConfigError`, `NoMemory` or `TierUnusable`.
     """
-    check_chunk_size(settings, block_size)
+    check_chunk_size(settings, groups.block_size)
     first, ranks = workers[0], max(worker.rank[1] for worker in workers) + 1
     stages, dtype = layers_of_stages(workers), getattr(torch, first.dtype.removeprefix("torch."))
-    dims = {"head_dim": first.head_dim, "value_dim": first.value_dim}
-    shape = KVShape(layers=sum(stages), kv_heads=first.kv_heads, dtype=dtype, **dims)
+    shape = KVShape(
+        layers=sum(stages), kv_heads=first.kv_heads, head_dim=first.head_dim, value_dim=first.value_dim, dtype=dtype
+    )
     page_bytes = max(size for worker in workers for size in worker.page_bytes)
-    layout = ChunkLayout(Parallelism(stages, ranks), page_bytes * (settings.chunk_size // block_size), dtype.itemsize)
+    layout = ChunkLayout(
+        Parallelism(stages, ranks), page_bytes * (settings.chunk_size // groups.block_size), dtype.itemsize
+    )
     pages = "|".join(f"{worker.rank}{worker.page_bytes}{worker.layout}" for worker in workers)
-    of_pages = {"layout": f"{pages}|block {block_size}|{hashing}", "tensor_parallel": ranks}
-    namespace = Namespace.of(shape, model=model, rope=first.rope, chunk_size=settings.chunk_size, **of_pages)
+    namespace = Namespace.of(
+        shape,
+        model=model,
+        rope=first.rope,
+        chunk_size=settings.chunk_size,
+        layout=f"{pages}|block {groups.block_size}|{hashing}",
+        tensor_parallel=ranks,
+    )
     if first.dtypes:  # The shape has one of them, and layers of the same shape may have other types.
         namespace = replace(namespace, dtype=first.dtypes)
-    chunks: dict[str, Any] = {"divisible": not any(windows), "states": bool(states), "processor": first.processor}
     store = open_store(settings, layout, shared=True, tiers=tiers, model=name, tokenizer=tokenizer)
-    return CacheEngine(settings, store, layout, shape, namespace, prefix=prefix, model=name, **chunks)
+    return CacheEngine(
+        settings,
+        store,
+        layout,
+        shape,
+        namespace,
+        prefix=prefix,
+        model=name,
+        divisible=not groups.windowed,
+        states=bool(groups.states),
+        processor=first.processor,
+    )
 
 
 def publisher_if_wanted(engine: CacheEngine, number: int) -> DocumentPublisher | None:

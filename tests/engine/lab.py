@@ -508,7 +508,7 @@ class Lab:
     @property
     def is_windowed(self) -> bool:
         """Whether the engine keeps only a window of some layers."""
-        return any(self.setup.windows)
+        return bool(self.setup.groups.windowed)
 
     def drop_backfills(self) -> None:
         """The engine has no idle step for what waits to be computed exactly."""

@@ -338,7 +338,7 @@ def test_the_memory_of_a_server_that_has_ended_stays_mapped_until_saves_are_over
     worker().work(StepPlan(slab=address))
     (on_end,) = ends
     slot = pool.allocate()
-    worker().save([SaveJob(job=-2, slot=slot, tables=((1,),) * len(lab.setup.windows))])
+    worker().save([SaveJob(job=-2, slot=slot, tables=((1,),) * lab.setup.groups.count)])
     on_end(address)
     worker().part(slot, 0)
     assert worker().report().done == {-2: 1}

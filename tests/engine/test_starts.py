@@ -104,7 +104,7 @@ def test_models_with_mamba_2_start_and_lmc_knows_which_tables_have_states(models
         lab = Lab(llm)
         specs = [group.kv_cache_spec for group in lab.scheduler.kv_cache_config.kv_cache_groups]
         assert "".join("S" if isinstance(spec, MambaSpec) else "A" for spec in specs) == kinds
-        assert lab.setup.states == {number for number, kind in enumerate(kinds) if kind == "S"}
+        assert lab.setup.groups.states == {number for number, kind in enumerate(kinds) if kind == "S"}
         assert lab.lmc.engine.chunk_size % specs[0].block_size == 0
 
 

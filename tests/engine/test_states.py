@@ -21,7 +21,7 @@ LONG = words(1732, 9)  # 4 tokens after the last block: states forget fast in a 
 def shared(models, tmp_path_factory):
     settings = {"chunk_size": CHUNK, "local_disk": str(tmp_path_factory.mktemp("disk"))}
     with engine(models("qwen3next"), settings, **OPTIONS) as lab:
-        assert (lab.scheduler.block_size, lab.setup.states) == (BLOCK, {0})
+        assert (lab.scheduler.block_size, lab.setup.groups.states) == (BLOCK, {0})
         yield lab
 
 

@@ -18,7 +18,6 @@ from typing import Any
 from lmc.background import Background
 from lmc.blend.segments import Span, document_tokens
 from lmc.connectors.vllm.scheduler.claims import Claims
-from lmc.connectors.vllm.scheduler.kv_groups import KVGroups
 from lmc.connectors.vllm.scheduler.request_state import Role
 from lmc.connectors.vllm.scheduler.roles import Roles
 from lmc.connectors.vllm.start import Setup
@@ -148,8 +147,9 @@ class Administration:
         elif not refused:
             advice = self._advice(prompt, salt, state.documents)
             refused = advice.why if state.role is Role.EXACT else ""
-        size, hashes = self._setup.block_size, request.block_hashes
-        local = min(KVGroups.of(self._setup).cached(hashes), (len(prompt) - 1) // size) * size
+        groups, hashes = self._setup.groups, request.block_hashes
+        size = groups.block_size
+        local = min(groups.cached(hashes), (len(prompt) - 1) // size) * size
         plan, documents = None, []
         if state.policy:
             match = replace(self._claims.usable(state, local), documents=state.documents, refused=refused)

@@ -10,7 +10,6 @@ from typing import Any
 
 from lmc.connectors.vllm.scheduler.claims import Claims
 from lmc.connectors.vllm.scheduler.jobs import end_of_pages, is_blend
-from lmc.connectors.vllm.scheduler.kv_groups import KVGroups
 from lmc.connectors.vllm.scheduler.request_state import RequestState
 from lmc.connectors.vllm.start import Setup
 from lmc.engine import Plan
@@ -24,8 +23,7 @@ class Admission:
 
     def __init__(self, setup: Setup, claims: Claims, states: Mapping[str, RequestState]) -> None:
         """Begin without loads. `states` are the requests of the engine, by id."""
-        self._setup, self._pool, self._claims, self._states = setup, setup.pool, claims, states
-        self._groups = KVGroups.of(setup)
+        self._setup, self._groups, self._claims, self._states = setup, setup.groups, claims, states
         self._blending: dict[str, RequestState] = {}  # requests that workers blend now, with all chunks in memory
         self._blended_tokens: dict[str, int] = {}  # of the prompts of all blends under way, by request
         # Requests with exact loads, by the hash of their first loaded block, until the engine computes them.
@@ -51,7 +49,7 @@ class Admission:
         if state.waiting.is_long and has_time:
             first = {blend.id for blend in self._blending.values() if self._comes_before(blend.request, state.request)}
         blocks = self._groups.kept(state.request.num_tokens - local)
-        lacks_blocks = self._waiting_blocks and self._waiting_blocks + blocks > self._pool.get_num_free_blocks()
+        lacks_blocks = self._waiting_blocks and self._waiting_blocks + blocks > self._groups.pool.get_num_free_blocks()
         if not first and not lacks_blocks:
             return False
         self._first |= first
@@ -83,7 +81,7 @@ class Admission:
         them computes the prompt. If each had its own load, each would also compute what follows it. A request that
         waits finds the other's blocks in the engine's cache. It holds no chunks.
         """
-        size = self._setup.block_size
+        size = self._groups.block_size
         block, last = plan.match.local // size, plan.stop // size - 1
         hashes = state.request.block_hashes
         if plan.approximate or not block <= last < len(hashes) or not self._setup.caches_prefixes:
@@ -102,7 +100,7 @@ class Admission:
         if not (self._groups.windowed and is_blend(plan)):
             return False
         need = self._groups.lacking(end_of_pages(plan), plan.stop)
-        return need + self._groups.kept(state.request.num_tokens) > int(self._pool.get_num_free_blocks())
+        return need + self._groups.kept(state.request.num_tokens) > int(self._groups.pool.get_num_free_blocks())
 
     def may_wait(self, state: RequestState) -> bool:
         """Return whether a request can wait, for a limited time, for the blocks of requests that run."""
@@ -128,7 +126,7 @@ class Admission:
 
     def begin_exact_load(self, state: RequestState, local: int) -> None:
         """Record a load that begins after `local` tokens, so that requests that would load the same wait for it."""
-        for block in state.request.block_hashes[local // self._setup.block_size :][:1]:
+        for block in state.request.block_hashes[local // self._groups.block_size :][:1]:
             self._exact_loads[block] = state
             state.waiting.loads_from = block
 

@@ -21,7 +21,7 @@ from typing import Any
 from lmc.connectors.vllm.messages import BackfillJob
 from lmc.connectors.vllm.scheduler.idle import IdleJob
 from lmc.connectors.vllm.scheduler.isolation import Salt, Salts, set_hashes
-from lmc.connectors.vllm.scheduler.kv_groups import KVGroups, numbers_of
+from lmc.connectors.vllm.scheduler.kv_groups import numbers_of
 from lmc.connectors.vllm.scheduler.pending import PendingTransfers
 from lmc.connectors.vllm.start import Setup
 
@@ -55,8 +55,8 @@ class Backfill:
     """The blended requests of one engine that wait to be computed exactly; at most one is being computed."""
 
     def __init__(self, setup: Setup, pending: PendingTransfers) -> None:
-        self._pool, self._block_size, self._clock = setup.pool, setup.block_size, setup.clock
-        self._groups = KVGroups.of(setup)
+        self._groups, self._clock = setup.groups, setup.clock
+        self._pool, self._block_size = setup.groups.pool, setup.groups.block_size
         # Number of blocks that stay free for a prompt.
         self._spare = self._groups.count * self._groups.blocks(setup.batch_tokens)
         self._pending, self._caches_prefixes = pending, setup.caches_prefixes

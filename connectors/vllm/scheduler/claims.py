@@ -42,8 +42,8 @@ class Claims:
 
     def look(self, state: RequestState, local: int = 0) -> Match:
         """Find the stored chunks of a request. Tiers that processes share are searched only the first time."""
-        hashes, size = state.hashes, self._setup.block_size
-        if self._setup.states:  # The engine computes the last token again, from the state before that token.
+        hashes, size = state.hashes, self._setup.groups.block_size
+        if self._setup.groups.states:  # The engine computes the last token again, from the state before that token.
             hashes = hashes[: (state.request.num_tokens - 1) // size]
         chain = self._engine.block_chain(hashes, size)
         match = self._engine.look(self.usable(state, local), chain, state.chunks.elsewhere)
@@ -104,7 +104,7 @@ class Claims:
             ratio=policy.share(sum(self._setup.stages)) if policy else 0.0,
             whole_prompt=asks,
             question_rows=question_rows if state.role is Role.BLEND else None,
-            block_size=self._setup.block_size,
+            block_size=self._setup.groups.block_size,
             refused=state.refused,
             memory_only=state.chunks.memory_only,
             lost=frozenset(state.chunks.lost),

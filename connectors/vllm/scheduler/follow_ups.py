@@ -16,7 +16,6 @@ from lmc.connectors.vllm.scheduler.balance import Balances
 from lmc.connectors.vllm.scheduler.claims import Claims
 from lmc.connectors.vllm.scheduler.isolation import OwnBlend, OwnBlends, add_salt, salt_of, set_hashes
 from lmc.connectors.vllm.scheduler.jobs import own_pieces
-from lmc.connectors.vllm.scheduler.kv_groups import KVGroups
 from lmc.connectors.vllm.scheduler.request_state import RequestState, Role
 from lmc.connectors.vllm.scheduler.revision import Revision, depends_on_question
 from lmc.connectors.vllm.start import Setup
@@ -47,10 +46,10 @@ class FollowUps:
         line_ends: LineEnds | None,
     ) -> None:
         """Follow no blend yet. `states` are the requests of the engine, by id."""
-        self._setup, self._pool, self._block_size = setup, setup.pool, setup.block_size
-        self._groups, self._cost = KVGroups.of(setup), setup.engine.store.cost
+        self._setup, self._groups, self._cost = setup, setup.groups, setup.engine.store.cost
+        self._pool, self._block_size = setup.groups.pool, setup.groups.block_size
         self._claims, self._backfill, self._states, self._line_ends = claims, backfill, states, line_ends
-        self._own_blends = OwnBlends(setup.block_size, len(setup.pool.blocks))
+        self._own_blends = OwnBlends(self._block_size, len(self._pool.blocks))
         self._balances = Balances()
         self._weighs_blends = setup.settings.load_policy != LoadPolicy.ALWAYS.value and setup.caches_prefixes
 

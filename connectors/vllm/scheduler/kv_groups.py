@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmc.connectors.vllm.messages import NULL, Tables, passed_blocks
-from lmc.connectors.vllm.start import Setup
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +35,6 @@ class KVGroups:
     block_size: int  # number of tokens in a block
     windows: tuple[int, ...] = (0,)  # by group, how many tokens a token sees, including itself; 0 for all
     states: frozenset[int] = frozenset()  # groups whose pages are states after the last token of a block
-
-    @classmethod
-    def of(cls, setup: Setup) -> "KVGroups":
-        """Return the groups of an engine."""
-        return cls(setup.pool, setup.block_size, setup.windows, setup.states)
 
     @property
     def count(self) -> int:

@@ -7,7 +7,6 @@ third prompt reuses it. Learning may take `SHARE` of the time, so that it never 
 from bisect import bisect_left
 from collections import Counter
 
-from lmc.connectors.vllm.scheduler.kv_groups import KVGroups
 from lmc.connectors.vllm.scheduler.request_state import RequestState
 from lmc.connectors.vllm.scheduler.roles import Roles
 from lmc.connectors.vllm.start import Setup
@@ -36,10 +35,9 @@ class RepeatedTexts:
         """Find what the prompt of a new request repeats, and remember the prompt."""
         if not (self.on and state.learning.allowed and state.blends and self._roles.may_go_on(state)):
             return
-        request, size = state.request, self._setup.block_size
-        hashes = request.block_hashes
+        request, groups = state.request, self._setup.groups
+        hashes, size = request.block_hashes, groups.block_size
         # The engine's own cache has these tokens, so they were remembered when they were computed.
-        groups = KVGroups.of(self._setup)
         cached = bisect_left(hashes, True, key=lambda block: not groups.cached([block]))
         tenant = self._tenant(state)
         state.learning.repeats = tuple(

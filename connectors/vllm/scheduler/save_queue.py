@@ -18,7 +18,7 @@ from functools import cache
 from lmc.connectors.vllm.messages import NULL, LearnJob, SaveJob, Table
 from lmc.connectors.vllm.scheduler.idle import IdleJob
 from lmc.connectors.vllm.scheduler.kv_events import KVEvents
-from lmc.connectors.vllm.scheduler.kv_groups import KVGroups, numbers_of
+from lmc.connectors.vllm.scheduler.kv_groups import numbers_of
 from lmc.connectors.vllm.scheduler.pending import Done, PendingTransfers
 from lmc.connectors.vllm.scheduler.request_state import RequestState, Role
 from lmc.connectors.vllm.start import Setup
@@ -33,8 +33,8 @@ class SaveQueue:
     """The saving and learning of one engine."""
 
     def __init__(self, setup: Setup, pending: PendingTransfers, events: KVEvents | None) -> None:
-        self._settings, self._engine, self._pool = setup.settings, setup.engine, setup.pool
-        self._block_size, self._groups = setup.block_size, KVGroups.of(setup)
+        self._settings, self._engine, self._groups = setup.settings, setup.engine, setup.groups
+        self._pool, self._block_size = setup.groups.pool, setup.groups.block_size
         self._pending, self._events, self._chunk = pending, events, setup.engine.chunk_size
         self._longest = setup.longest
         # Number of blocks that learning leaves free.

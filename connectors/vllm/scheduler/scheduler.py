@@ -32,7 +32,6 @@ from lmc.connectors.vllm.scheduler.idle import REST_SECONDS
 from lmc.connectors.vllm.scheduler.isolation import set_hashes
 from lmc.connectors.vllm.scheduler.jobs import end_of_pages, is_blend, job_of, own_pieces, sources_of
 from lmc.connectors.vllm.scheduler.kv_events import BlocksMoved, KVEvents
-from lmc.connectors.vllm.scheduler.kv_groups import KVGroups
 from lmc.connectors.vllm.scheduler.pending import PendingTransfers
 from lmc.connectors.vllm.scheduler.prefill_pace import PrefillPace
 from lmc.connectors.vllm.scheduler.repeated import RepeatedTexts
@@ -65,8 +64,8 @@ class Scheduler:
 
     def __init__(self, setup: Setup) -> None:
         self._layers = sum(setup.stages)
-        self._setup, self.engine, self._pool, self._block_size = setup, setup.engine, setup.pool, setup.block_size
-        self._groups = KVGroups.of(setup)
+        self._setup, self.engine, self._groups = setup, setup.engine, setup.groups
+        self._pool, self._block_size = setup.groups.pool, setup.groups.block_size
         self.counts: Counter[str] = Counter()
         # Observations for histograms, by the keys of `lmc.metrics`.
         self._observed: defaultdict[str, list[float]] = defaultdict(list)
@@ -77,7 +76,7 @@ class Scheduler:
         self._pace = PrefillPace(self.engine.store.cost)
         self.pending = PendingTransfers(setup.ranks, self.engine.store)
         changes = self.engine.store.changes
-        self.events = KVEvents(changes, setup.block_size, setup.extra_keys) if setup.announces else None
+        self.events = KVEvents(changes, self._block_size, setup.extra_keys) if setup.announces else None
         self._saves = SaveQueue(setup, self.pending, self.events)
         self._states: dict[str, RequestState] = {}
         self._watched = WatchedRequests(setup.decode_tokens)
