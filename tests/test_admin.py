@@ -387,10 +387,12 @@ def test_texts_that_are_posted_are_learned_when_the_engine_runs_next(served):
 
 
 def test_each_data_parallel_engine_has_an_address_of_its_own(make, tmp_path):
-    found, port, path = administration(make()), free_port(), f"unix://{tmp_path}/lmc.sock"
+    lab = make()
+    found = Administration(lab.setup, lab.scheduler.recent, 2)
+    port, path = free_port(), f"unix://{tmp_path}/lmc.sock"
     for given, own in ((f"127.0.0.1:{port - 2}", f"127.0.0.1:{port}"), (path, f"{path}2")):
         found.settings = found.settings.model_copy(update={"admin": given})
-        stop = serve_if_wanted(found, 2)
+        stop = serve_if_wanted(found)
         try:
             assert HttpClient(own).ask("/health") == {"status": "ok"}
         finally:

@@ -1026,7 +1026,7 @@ def test_a_prompt_is_explained_by_an_engine_of_its_model(service):
     address, token = f"127.0.0.1:{free_port()}", "of the engine, which the server does not know"
     server = {"server": service.server.path, "load_deadline": 30.0, "admin": address, "admin_token": token}
     lab = Lab(settings={**server, "load_policy": "always"})
-    stop = serve_if_wanted(Administration(lab.setup, lab.scheduler.recent), 0)
+    stop = serve_if_wanted(Administration(lab.setup, lab.scheduler.recent))
     try:
         learn_in(lab, DOC_A)
         eventually(lambda: any(one["admin"] for one in service.ask("/v1/clients")["clients"]))

@@ -366,7 +366,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         scheduler = Scheduler(setup)
         self._publisher = publisher_if_wanted(engine, number)
         administration = Administration(setup, scheduler.recent, number, lambda: self._guard.status)
-        self._stop_admin = serve_if_wanted(administration, number)
+        self._stop_admin = serve_if_wanted(administration)
         self._scheduler = scheduler
 
     def _counts_images(self) -> bool:

@@ -53,17 +53,12 @@ class Administration:
         `requests` are the facts of the last requests, by the engine's request id. `number` is the number of the engine
         with data parallelism. `status` returns the state of lmc in the engine: "ok", or why it is off.
         """
-        self.status, self.settings = status, setup.settings
-        self._number = number
-        self._setup, self._engine, self._tokenizer, self._requests = setup, setup.engine, setup.tokenizer, requests
-        self._claims, self.background = Claims(setup, Counter()), setup.engine.background
+        self.status, self.settings, self.server = status, setup.settings, setup.engine.server
+        self.number, self._setup, self._engine, self._tokenizer = number, setup, setup.engine, setup.tokenizer
+        self._requests, self._claims = requests, Claims(setup, Counter())
+        self.background = setup.engine.background
         self.documents = DocumentAdmin(lambda: [setup.engine], lambda tokens, _: self._text(tokens), self.background)
         self.explain_token = secrets.token_urlsafe(32)  # token of a cache server; it permits only explanations
-
-    def answers_at(self, url: str) -> None:
-        """Register the URL and the token for explanations at the cache server, if the engine uses one."""
-        if self._engine.server is not None:
-            self._engine.server.administered_at(url, self.explain_token)
 
     def stat(self) -> Facts:
         """Return the store's numbers, by the keys of `lmc.metrics`."""
@@ -103,7 +98,7 @@ class Administration:
             "chunk_size": self._engine.chunk_size,
             # Engines that use one cache server share its documents.
             "cache": f"{BOOT.read_text().strip()}:{settings.server}" if settings.server else "",
-            "document_events": ",".join(address_of_engine(one.strip(), self._number) for one in events.split(",")),
+            "document_events": ",".join(address_of_engine(one.strip(), self.number) for one in events.split(",")),
         }
 
     def request(self, name: str) -> Facts:
@@ -204,9 +199,23 @@ class Administration:
         return str(self._tokenizer.decode(tokens)) if self._tokenizer else " ".join(map(str, tokens))
 
 
-def serve(of: Administration, address: str, token: str, engine: int = 0) -> Callable[[], None]:
+def serve_if_wanted(of: Administration) -> Callable[[], None] | None:
+    """Start the endpoint if the settings name an address, and return its stop function.
+
+    If the engine uses a cache server, the server learns the URL and the token for explanations.
+    """
+    address, token = of.settings.admin, of.settings.admin_token or ""
+    if not address:
+        return None
+    stop = serve(of, address, token)
+    if of.server is not None:
+        of.server.administered_at(url_of(address, token, of.number), of.explain_token)
+    return stop
+
+
+def serve(of: Administration, address: str, token: str) -> Callable[[], None]:
     """Serve at an address in a thread, and return the function that stops it; see `lmc.http.server.serve`."""
-    return http_server.serve(application(of, token), address, token, setting=ADDRESS, number=engine)
+    return http_server.serve(application(of, token), address, token, setting=ADDRESS, number=of.number)
 
 
 def application(of: Administration, token: str) -> Any:
@@ -288,13 +297,3 @@ def _listing(parameters: Mapping[str, str]) -> dict[str, Any]:
     texts = {name: parameters[name] for name in ("name", "model", "tenant") if name in parameters}
     only = Filter(**texts, unused_for=float(unused_for))
     return {"limit": int(limit), "after": parameters.get("after", ""), "only": only}
-
-
-def serve_if_wanted(of: Administration, engine: int) -> Callable[[], None] | None:
-    """Start the endpoint of a data-parallel engine if the settings name an address; return its stop function."""
-    address, token = of.settings.admin, of.settings.admin_token or ""
-    if not address:
-        return None
-    stop = serve(of, address, token, engine)
-    of.answers_at(url_of(address, token, engine))
-    return stop
