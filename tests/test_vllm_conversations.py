@@ -1053,6 +1053,19 @@ def test_a_turn_that_is_computed_instead_of_revised_counts_as_what_blends_cost(
     assert conversation(weighing, 601, 1, idle=False) == follow_ups.UNPROFITABLE
 
 
+def test_a_request_that_is_alone_is_blended_whatever_blends_among_others_have_cost(
+    weighing: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After conversations at once on an engine that was never idle, single requests had no blends for a long time."""
+    monkeypatch.setattr(balance, "FIRST_BLENDS", 1)
+    other = weighing.arrive("other", list(range(3000, 3200)))
+    weighing.admit(other)
+    assert conversation(weighing, 600, 6, idle=False) == ""
+    assert conversation(weighing, 601, 1, idle=False) == follow_ups.UNPROFITABLE
+    weighing.finish(other)
+    assert conversation(weighing, 602, 1, idle=False) == ""
+
+
 def test_the_balance_counts_costs_only_if_there_are_any() -> None:
     """Blends whose savings are not known, and that nothing follows, were refused."""
     counted = balance.Balance()

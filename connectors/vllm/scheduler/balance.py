@@ -9,8 +9,10 @@ turns cost more with blends than without them.
 So both are counted, in tokens that the engine computes. While recent blends have cost more than they have saved, new
 prompts are computed, except for one in `TRIAL_EVERY`: the traffic, or the engine's idle time, may have changed.
 
-Tenants are counted apart, because each is an application or a user with its own habits. Those with few blends are
-counted together: most may never have enough for a count of their own.
+Requests that are alone in the engine are counted apart from those among others: after an hour of conversations at once,
+a single request with known documents is blended as before. Tenants are counted apart, too, because each is an
+application or a user with its own habits. Those with few blends are counted together: most may never have enough for a
+count of their own.
 """
 
 from cachetools import LRUCache

@@ -50,7 +50,8 @@ class FollowUps:
         self._pool, self._block_size = setup.groups.pool, setup.groups.block_size
         self._claims, self._backfill, self._states, self._line_ends = claims, backfill, states, line_ends
         self._own_blends = OwnBlends(self._block_size, len(self._pool.blocks))
-        self._balances = Balances()
+        # Of requests that are alone in the engine, and of those among others, which are followed by fewer idle steps.
+        self._balances = Balances(), Balances()
         self._weighs_blends = setup.settings.load_policy != LoadPolicy.ALWAYS.value and setup.caches_prefixes
 
     def repeats_blend(self, state: RequestState) -> bool:
@@ -121,7 +122,7 @@ class FollowUps:
         if repeats and state.follow_up.shared > exact:
             return REPEATED
         stored = any(piece.stop > exact and piece.place for document in match.documents for piece in document.pieces)
-        return UNPROFITABLE if stored and not self._balances.allows_blend(state.salt) else ""
+        return UNPROFITABLE if stored and not self._balance.allows_blend(state.salt) else ""
 
     def waits_for_blend(self, state: RequestState, local: int) -> bool:
         """Return whether a request waits for a blend that is under way, or has just found a blend to continue.
@@ -179,10 +180,10 @@ class FollowUps:
         """Count the tokens that a blend saves, or those that a revision computes again."""
         work = self._cost.in_prefill_tokens(offer)
         if state.revision is None:
-            self._balances.blended(state.salt, offer.tokens - work)
+            self._balance.blended(state.salt, offer.tokens - work)
         else:
             cost = work - (state.request.num_prompt_tokens - state.revision.stop)
-            self._balances.followed(state.salt, cost)
+            self._balance.followed(state.salt, cost)
             state.revision.blend.revisions.tokens += max(0.0, cost)
 
     def isolate(self, state: RequestState, plan: Plan) -> None:
@@ -222,7 +223,7 @@ class FollowUps:
         """Count the tokens that the engine computes for a request, and would have without its earlier blends."""
         if not state.request.num_preemptions:
             computed = state.request.num_computed_tokens
-            self._balances.followed(state.salt, max(0, state.follow_up.shared - computed))
+            self._balance.followed(state.salt, max(0, state.follow_up.shared - computed))
 
     def forget(self, state: RequestState) -> None:
         """Forget the blend of a request, whose blocks the engine does not have, or not as recorded."""
@@ -233,6 +234,10 @@ class FollowUps:
         self._own_blends.clear()
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _balance(self) -> Balances:
+        return self._balances[len(self._states) > 1]
 
     def _note_follow_up(self, state: RequestState) -> None:
         """Count a request, once, that follows an earlier blend."""
