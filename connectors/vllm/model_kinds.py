@@ -16,11 +16,13 @@ from lmc.connectors.vllm import vllm_api
 # (tests/engine/test_exact_and_blend.py: float32, CPU, logprobs within 1e-5). The names are those in configurations of
 # models. Other architectures are blended, with a warning, if they pass the self-test at start.
 TESTED = {
+    "AfmoeForCausalLM": "windows with RoPE, full attention without",
     "ApertusForCausalLM": "llama3 RoPE",
     "ArceeForCausalLM": "plain RoPE (vLLM's transformers backend)",
     "BailingMoeForCausalLM": "plain RoPE",
     "BailingMoeV2ForCausalLM": "partial RoPE",
     "Cohere2ForCausalLM": "windows with RoPE, full attention without",
+    "Cohere2MoeForCausalLM": "windows with RoPE, full attention without",
     "CohereForCausalLM": "plain, interleaved RoPE",
     "DeciLMForCausalLM": "layers without attention, different numbers of KV heads",
     "DeepseekV2ForCausalLM": "MLA, YaRN",
@@ -42,6 +44,7 @@ TESTED = {
     "GptOssForCausalLM": "windows, attention sinks, YaRN",
     "GraniteForCausalLM": "plain RoPE",
     "GraniteMoeForCausalLM": "plain RoPE",
+    "HYV3ForCausalLM": "plain RoPE",
     "HunYuanDenseV1ForCausalLM": "plain RoPE (vLLM's transformers backend)",
     "InternLM2ForCausalLM": "plain RoPE",
     "Llama4ForCausalLM": "chunks with RoPE, full attention without",

@@ -127,7 +127,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 128,
         },
     ),
-    "gemma": (transformers.GemmaConfig, {"head_dim": 32}),
+    "gemma": (transformers.GemmaConfig, {"head_dim": 32, "initializer_range": 0.1}),  # so that attention matters
     "deepseek2": (transformers.DeepseekV2Config, {**LATENT, "q_lora_rank": None}),
     "deepseek3": (
         transformers.DeepseekV3Config,
@@ -244,6 +244,35 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "cohere2": (
         transformers.Cohere2Config,
         {"head_dim": 32, "sliding_window": 128, "layer_types": WINDOWED},
+    ),
+    "cohere2moe": (
+        transformers.Cohere2MoeConfig,
+        {
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 128,
+            "layer_types": WINDOWED,
+        },
+    ),
+    "afmoe": (
+        transformers.AfmoeConfig,
+        {
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 1,
+            "num_dense_layers": 1,
+            "moe_intermediate_size": 128,
+            "score_func": "sigmoid",
+            "route_norm": True,
+            "route_scale": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "mup_enabled": True,
+            "sliding_window": 128,
+            "layer_types": WINDOWED,
+        },
     ),
     "exaone4": (
         transformers.Exaone4Config,

@@ -43,6 +43,8 @@ ENGINES = {
     "fast prefill with two head sizes": ("gemma4small", {}, {"kv_sharing_fast_prefill": True}),
     "gptoss": ("gptoss", {}, {}),
     "cohere2": ("cohere2", {}, {}),
+    "cohere2moe": ("cohere2moe", {}, {}),
+    "afmoe": ("afmoe", {}, {}),
     "exaone4": ("exaone4", {}, {}),
     "llama4": ("llama4", {}, {}),
     "deepseek2": ("deepseek2", {}, {}),
@@ -155,7 +157,7 @@ def test_at_a_ratio_of_015_the_blend_is_that_of_transformers(lab, models, monkey
 def test_nothing_of_an_approximate_blend_reaches_other_requests(lab):
     """Neither in the engine's cache nor in lmc's chunks. `test_isolation.py` has more, for fewer families."""
     prompt, wanted = only_documents_are_known(lab)
-    blended = lab.ask(prompt.tokens, prompt.blend(ratio=0.15))
+    blended = lab.ask(prompt.tokens, prompt.blend(strategy="none"))
     assert facts(blended)["reused_tokens"] == sum(map(len, ORDER))
     assert distance(blended, wanted) > 100 * SAME, "the control: it is approximate"
     lab.drop_backfills()

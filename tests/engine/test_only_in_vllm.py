@@ -63,6 +63,7 @@ ARCHITECTURES = {
         "score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
     },
+    "HYV3ForCausalLM": {"expert_hidden_dim": 128, "route_norm": True, "qk_norm": True, **EXPERTS},  # layers get `idx`
     "MiniMaxM2ForCausalLM": {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,

@@ -20,6 +20,7 @@ from lmc.errors import UnsupportedModel
 
 POSITIONS = {"positions", "position_ids"}  # how layers of vLLM name the positions of their rows
 PASSED = POSITIONS | {"hidden_states", "residual"}  # what lmc passes to each of these layers
+NUMBER = {"idx"}  # how layers of vLLM name their number in the model (Hunyuan V3)
 OF_LAYER = {"per_layer_input"}  # what the model passes to a layer of its own, by row (Gemma 4)
 EMBEDDED = 2  # dimensions of hidden states `[T, E]`
 ANGLES = "position_embeddings"  # cos and sin of the rows, for a layer of transformers
@@ -44,6 +45,8 @@ class OwnLayers:
         self.takes_residual = "residual" in self._signature.parameters
         (self._positions,) = POSITIONS & self._signature.parameters.keys()
         self._of_layer = OF_LAYER & self._signature.parameters.keys()
+        numbers = {layer: {name: number} for number, layer in enumerate(self._layers) for name in NUMBER}
+        self._number: dict[Any, Given] = numbers if NUMBER & self._signature.parameters.keys() else {}
         self._returned: list[type] = [tuple] * len(groups)  # by group
 
     def begin(self, run: Callable[[], None]) -> tuple[torch.Tensor, list[Given]]:
@@ -57,7 +60,7 @@ class OwnLayers:
         def catch(*arguments: Any, **named: Any) -> Any:
             given = self._signature.bind(*arguments, **named).arguments
             given = {name: value for name, value in given.items() if value is not None}
-            if more := given.keys() - PASSED - self._of_layer:
+            if more := given.keys() - PASSED - NUMBER - self._of_layer:
                 raise UnsupportedModel(f"its layers are called with {', '.join(sorted(more))}")
             caught.append(given)
             if len(caught) == wanted:
@@ -78,7 +81,7 @@ class OwnLayers:
         residual = residual if group else None
         for layer in self._groups[group]:
             more = {"residual": residual} if self.takes_residual else {}
-            found = layer(hidden_states=_by_row(states), **same, **more)
+            found = layer(hidden_states=_by_row(states), **same, **more, **self._number.get(layer, {}))
             self._returned[group] = type(found)
             states, residual = found if isinstance(found, tuple) else (_by_row(found), None)
         return states, residual if self.takes_residual else None  # StableLM returns one that no layer takes.
