@@ -70,6 +70,7 @@ TESTED = {
     "SmolLM3ForCausalLM": "layers without RoPE (vLLM's transformers backend)",
     "StableLmForCausalLM": "partial RoPE",
     "Starcoder2ForCausalLM": "plain RoPE (vLLM's transformers backend)",
+    "Step3p5ForCausalLM": "windows with more query heads, partial RoPE",
 }
 
 # Kinds of KV caches that lmc stores. Classes that are derived from these have other rules: with `RSWASpec`, the engine

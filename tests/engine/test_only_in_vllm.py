@@ -77,6 +77,27 @@ ARCHITECTURES = {
         "layer_types": MIXED,
         "rope_local_theta": 10000.0,
     },
+    "Step3p5ForCausalLM": {  # its layers with a window have more heads of queries, and the model keeps no configuration
+        **EXPERTS,
+        "model_type": "step3p5",
+        "rope_parameters": None,
+        "rope_theta": [500000.0, 10000.0] * 2,
+        "partial_rotary_factors": [0.5, 1.0] * 2,
+        "sliding_window": 128,
+        "layer_types": MIXED,
+        "num_attention_groups": 4,
+        "attention_other_setting": {
+            "attention_type": "sliding_attention",
+            "num_attention_heads": 16,
+            "num_attention_groups": 4,
+            "head_dim": 32,
+        },
+        "use_head_wise_attn_gate": True,
+        "moe_layers_enum": "3",
+        "moe_num_experts": 4,
+        "moe_top_k": 2,
+        "share_expert_dim": 128,
+    },
     "MiMoV2FlashForCausalLM": {  # its layers with a window have more heads of keys than the others
         **EXPERTS,
         "n_routed_experts": 4,
@@ -108,8 +129,9 @@ def lab(request, tmp_path, monkeypatch):
     config = transformers.LlamaConfig(
         **{**SIZES, "head_dim": 32, "rope_parameters": plain, **ARCHITECTURES[request.param]}
     )
-    config.architectures = [request.param]
     config.save_pretrained(tmp_path)
+    saved, own = tmp_path / "config.json", ARCHITECTURES[request.param]
+    saved.write_text(json.dumps(json.loads(saved.read_text()) | own | {"architectures": [request.param]}))
     monkeypatch.setattr(DummyModelLoader, "load_weights", lambda self, model, model_config: randomise(model))
     options = {"hf_overrides": with_blocks} if hasattr(config, "block_configs") else {}
     with engine(tmp_path, load_format="dummy", **options) as lab:

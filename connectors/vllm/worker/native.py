@@ -91,6 +91,8 @@ class NativeLayers:
         body = max(language.children(), key=lambda part: len(attentions_in(part)))
         self.architectures = architectures_of(config.model_config, language)
         self.longest = int(config.model_config.max_model_len)
+        # The configuration of the language model. Step 3.5 does not keep it.
+        self._text = getattr(language, "config", config.model_config.hf_text_config)
         # Whether the engine has compiled the model as a whole. Compilation has then ended before this point. The
         # language model of a multimodal model is compiled for embeddings instead of tokens.
         self.compiled = language is model and not getattr(body, "do_not_compile", True)
@@ -138,7 +140,7 @@ class NativeLayers:
         interleaved = any(rotation.interleaved for rotation in rotations)
         if self.drafts:
             rotations += self._draft_rotations(rotations)
-        self.rope = rope_name(getattr(language.config, "rope_parameters", None), interleaved=interleaved)
+        self.rope = rope_name(getattr(self._text, "rope_parameters", None), interleaved=interleaved)
         self.attentions = [
             LayerAttention(scale=float(one.impl.scale), rotation=rotation, **_sight_of(one))
             for one, rotation in zip(self.attention, rotations, strict=True)
@@ -147,7 +149,7 @@ class NativeLayers:
     @property
     def width(self) -> int:
         """The size of a hidden state."""
-        return int(self._model.config.hidden_size)
+        return int(self._text.hidden_size)
 
     @property
     def depth(self) -> int:
@@ -353,7 +355,7 @@ class NativeLayers:
     def _rotations(self) -> list[Rotation]:
         """Return the rotation of each layer: that of the RoPE it calls, which it may have and not call."""
         if isinstance(self._calls, TransformersLayers):
-            check_rope(getattr(self._model.config, "rope_parameters", None) or {})
+            check_rope(getattr(self._text, "rope_parameters", None) or {})
             with torch.inference_mode():
                 run = self._run_at, self._keys_at
                 return self._calls.rotations(*run, self.longest, self.device, min(PART, self._most_rows))
@@ -657,7 +659,7 @@ def _layers_of(language: Any) -> list[Any]:
     """
     lists = [module for module in language.modules() if isinstance(module, torch.nn.ModuleList)]
     layers = list(max(lists, key=lambda one: len(attentions_in(one)), default=()))
-    if not any(map(attentions_in, layers)) or not hasattr(language, "config"):
+    if not any(map(attentions_in, layers)):
         raise UnsupportedModel(f"lmc does not find the decoder layers of {type(language).__name__}")
     return layers
 
