@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from amount import mostly_long
 from lab import DOCUMENTS, PROMPT, SAME, check_at_ratio_1, distance, engine, facts
 from stepping import layers_of_lmc, poison
 from vllm.model_executor.layers.attention import attention
@@ -13,8 +14,12 @@ SCALES = {"_k_scale": 0.02, "_v_scale": 0.07}  # of a checkpoint; the engine's d
 ALL_DOCUMENTS = sum(map(len, DOCUMENTS))  # tokens
 
 
-@pytest.fixture(scope="module", params=["fp8", pytest.param("fp8_e5m2", marks=pytest.mark.long)])
+KINDS = [("fp8", "llama"), ("fp8_e5m2", "llama"), ("fp8", "gemma3mixed"), ("fp8", "gptoss")]
+
+
+@pytest.fixture(scope="module", params=mostly_long(KINDS, KINDS[0]), ids="-".join)
 def lab(request, models):
+    kind, family = request.param
     set_default = attention.set_default_quant_scales
 
     def scaled(layer, **options):
@@ -25,7 +30,7 @@ def lab(request, models):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "set_default_quant_scales", scaled)
-        with engine(models("llama"), kv_cache_dtype=request.param) as lab:
+        with engine(models(family), kv_cache_dtype=kind) as lab:
             yield lab
 
 
