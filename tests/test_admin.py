@@ -884,7 +884,7 @@ def test_a_data_parallel_engine_says_where_it_publishes_itself():
     lab = Lab()
     setup, requests = lab.setup, lab.scheduler.recent
     assert Administration(setup, requests, 2).routing()["document_events"] == ""
-    setup.settings = setup.settings.model_copy(update={"document_events": "tcp://*:5558, tcp://*:6558"})
+    setup.engine.settings = setup.engine.settings.model_copy(update={"document_events": "tcp://*:5558, tcp://*:6558"})
     assert Administration(setup, requests, 2).routing()["document_events"] == "tcp://*:5560,tcp://*:6560"
     assert Administration(setup, requests).routing()["document_events"] == "tcp://*:5558,tcp://*:6558"
 

@@ -370,7 +370,6 @@ class Lab:
         if not promotes:
             self.engine.promotion.stop()
         self.setup = Setup(
-            settings=self.settings,
             engine=self.engine,
             groups=self.groups,
             stages=layers_of_stages(facts),

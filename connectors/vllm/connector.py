@@ -338,11 +338,10 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self, engine: CacheEngine, groups: KVGroups, workers: Sequence[WorkerFacts], tokenizer: Any, refused: str
     ) -> None:
         """Create the scheduler over the open store, and start the endpoints that the settings name addresses for."""
-        cache, parallel, settings = self._config.cache_config, self._config.parallel_config, self.settings
-        hashing, speculative = cache.prefix_caching_hash_algo, self._config.speculative_config
+        cache, speculative = self._config.cache_config, self._config.speculative_config
+        hashing = cache.prefix_caching_hash_algo
         log.info("%s", self._summary(engine, blends=not refused))
         setup = Setup(
-            settings=settings,
             engine=engine,
             groups=groups,
             stages=layers_of_stages(workers),
@@ -362,8 +361,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             trace=_trace if self._config.observability_config.otlp_traces_endpoint else None,
             counts_images=self._counts_images(),
         )
-        number = parallel.data_parallel_index
-        scheduler = Scheduler(setup)
+        scheduler, number = Scheduler(setup), self._config.parallel_config.data_parallel_index
         self._publisher = publisher_if_wanted(engine, number)
         administration = Administration(setup, scheduler.recent, number, lambda: self._guard.status)
         self._stop_admin = serve_if_wanted(administration)

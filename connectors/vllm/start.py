@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 class Setup:
     """The objects and facts that the scheduler's side of the connector needs."""
 
-    settings: Settings
     engine: CacheEngine
     groups: KVGroups  # the engine's KV cache groups, with its block pool
     stages: tuple[int, ...]  # number of layers of each pipeline stage

@@ -53,7 +53,7 @@ class Administration:
         `requests` are the facts of the last requests, by the engine's request id. `number` is the number of the engine
         with data parallelism. `status` returns the state of lmc in the engine: "ok", or why it is off.
         """
-        self.status, self.settings, self.server = status, setup.settings, setup.engine.server
+        self.status, self.settings, self.server = status, setup.engine.settings, setup.engine.server
         self.number, self._setup, self._engine, self._tokenizer = number, setup, setup.engine, setup.tokenizer
         self._requests, self._claims = requests, Claims(setup, Counter())
         self.background = setup.engine.background
@@ -71,7 +71,7 @@ class Administration:
             raise InputError('give {"texts": ["…", …]}, and cache_salt if a tenant has one, and nothing else')
         if self._tokenizer is None or self._setup.markers is None or not self._setup.blends:
             raise InputError(self._setup.refused or "this engine has no tokenizer, or does not blend")
-        separator, queued, known = self._engine.settings.blend_special_str, 0, 0
+        separator, queued, known = self.settings.blend_special_str, 0, 0
         for text in texts:
             for tokens in document_tokens(self._tokenizer.encode, self._setup.markers, separator, text):
                 (document,) = self._engine.documents(tokens, [Span(0, len(tokens))], salt)
@@ -83,8 +83,8 @@ class Administration:
 
     def routing(self) -> Facts:
         """Return the facts with which a router splits prompts as this engine does."""
-        settings, markers = self._engine.settings, self._setup.markers if self._setup.blends else None
-        events = self.settings.document_events or ""
+        settings, markers = self.settings, self._setup.markers if self._setup.blends else None
+        events = settings.document_events or ""
         return {
             "special_string": settings.blend_special_str,
             "separators": markers.separators if markers else (),

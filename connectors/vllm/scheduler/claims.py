@@ -29,14 +29,14 @@ CLEARLY_SLOWER = 1.25
 
 def fewest_tokens(setup: Setup) -> int:
     """Return how many tokens are worth a load."""
-    return max(1, min(setup.settings.blend_min_tokens, FEW_TOKENS))
+    return max(1, min(setup.engine.settings.blend_min_tokens, FEW_TOKENS))
 
 
 class Claims:
     """The claims of requests on one cache engine."""
 
     def __init__(self, setup: Setup, counts: "Counter[str]") -> None:
-        self._setup, self._engine, self._settings = setup, setup.engine, setup.settings
+        self._setup, self._engine, self._settings = setup, setup.engine, setup.engine.settings
         self._counts = counts
         self._fewest = fewest_tokens(setup)
 

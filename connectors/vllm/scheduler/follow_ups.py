@@ -52,7 +52,7 @@ class FollowUps:
         self._own_blends = OwnBlends(self._block_size, len(self._pool.blocks))
         # Of requests that are alone in the engine, and of those among others, which are followed by fewer idle steps.
         self._balances = Balances(), Balances()
-        self._weighs_blends = setup.settings.load_policy != LoadPolicy.ALWAYS.value and setup.caches_prefixes
+        self._weighs_blends = setup.engine.settings.load_policy != LoadPolicy.ALWAYS.value and setup.caches_prefixes
 
     def repeats_blend(self, state: RequestState) -> bool:
         """Return whether a prompt begins with all documents of an earlier blend in the same order; it counts once."""

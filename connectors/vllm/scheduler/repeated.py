@@ -28,7 +28,8 @@ class RepeatedTexts:
         self._repeats = Repeats()
         self._ends = ends
         self._allowed, self._at = MAX_SECONDS, setup.clock()  # seconds of learning that are allowed since a time
-        learns = setup.settings.blend_learn and setup.settings.blend_find == "repeated"
+        settings = setup.engine.settings
+        learns = settings.blend_learn and settings.blend_find == "repeated"
         self.on = setup.blends and learns and setup.markers is not None and ends is not None
 
     def arrived(self, state: RequestState) -> None:

@@ -50,7 +50,7 @@ class Roles:
         given = request.kv_transfer_params
         try:
             options = Options.of(given if isinstance(given, dict) else {}, request.num_prompt_tokens)
-            state = RequestState(request=request, role=Role.EXACT, policy=options.policy(self._setup.settings))
+            state = RequestState(request=request, role=Role.EXACT, policy=options.policy(self._setup.engine.settings))
         except (InputError, ConfigError) as error:
             return RequestState(request=request, role=Role.EXACT, note=self._refuse_options(error))
         state.options, state.blends = options, options.blend
@@ -86,7 +86,7 @@ class Roles:
     def _find_role(self, state: RequestState, options: Options) -> None:
         request = state.request
         asked = bool(options.learn) or (options.blend and options.documents is not None)
-        searched = self._setup.markers is not None or self._setup.settings.finds_known
+        searched = self._setup.markers is not None or self._setup.engine.settings.finds_known
         if not asked and not (self._setup.blends and options.blend and searched):
             return
         assert state.policy is not None

@@ -33,7 +33,7 @@ class SaveQueue:
     """The saving and learning of one engine."""
 
     def __init__(self, setup: Setup, pending: PendingTransfers, events: KVEvents | None) -> None:
-        self._settings, self._engine, self._groups = setup.settings, setup.engine, setup.groups
+        self._settings, self._engine, self._groups = setup.engine.settings, setup.engine, setup.groups
         self._pool, self._block_size = setup.groups.pool, setup.groups.block_size
         self._pending, self._events, self._chunk = pending, events, setup.engine.chunk_size
         self._longest = setup.longest

@@ -87,7 +87,7 @@ class Scheduler:
         # Something was counted, and possibly no request runs whose further steps would report it.
         self.has_news = True
         self.off = False  # lmc is switched off: nothing is loaded, saved or learned for new requests.
-        if setup.blends and setup.settings.blend_learn:
+        if setup.blends and self.engine.settings.blend_learn:
             self.engine.share_learning(self._has_time)
         self._backfill = Backfill(setup, self.pending)
         self._follow_ups = FollowUps(setup, self._claims, self._backfill, self._states, self._line_ends)
@@ -313,7 +313,7 @@ class Scheduler:
             self.counts["documents_unknown"] += sum(one.learnable for one in state.documents) - len(stored)
             self.engine.note(request.prompt_token_ids, stored, state.salt, used=True)
         # Nothing is learned for a request that never ran, because the engine may be asleep without its weights.
-        if self._setup.settings.blend_learn and state.learning.allowed and request.num_computed_tokens:
+        if self.engine.settings.blend_learn and state.learning.allowed and request.num_computed_tokens:
             fitting = [one for one in state.learning.unknown if not self._saves.never_fits(one.tokens)]
             if len(fitting) < len(state.learning.unknown) and state.role is not Role.LEARN:
                 longest = max(one.tokens for one in state.learning.unknown)
