@@ -119,7 +119,7 @@ class Slab:
         self._at = [(0, 0)] * self.parts  # by part: its row in slot 0, and the number of rows to the next slot
         self._of_workers: list[tuple[WorkerParts, torch.Tensor]] = []  # with the memory [slots, parts, stride] of each
         for one in self._parallelism.workers:
-            row = self._stretch(one)[0] // self.stride
+            row = self._bounds(one)[0] // self.stride
             self._at[one.numbers] = [(row + layer, one.count) for layer in range(one.count)]
             rows = self._rows[row : row + slots * one.count]
             self._of_workers.append((one, rows.view(slots, one.count, self.stride)))
@@ -261,21 +261,18 @@ class Slab:
         Without this, a process that writes to a page is killed if the tmpfs has no memory for it. The pages are not
         touched here: that takes two to three times as long, and the process that fills the slot maps them anyway.
         """
-        for worker in self._parallelism.workers:
-            start, size = self._stretch(worker)[0], worker.count * self.stride
-            if not take_pages(self.file, start + slot * size, size):
-                self.give_back(slot)
-                return False
-        return True
+        if all(take_pages(self.file, start, size) for start, size in self._pages_of(slot)):
+            return True
+        self.give_back(slot)
+        return False
 
     def give_back(self, slot: Slot) -> None:
         """Give the memory of a slot of a sparse slab back to the system. The slot then reads as zeros.
 
         A page-locked slab keeps its memory, because a GPU would continue to use the old pages.
         """
-        for worker in () if self._page_locked else self._parallelism.workers:
-            start, size = self._stretch(worker)[0], worker.count * self.stride
-            punch(self.file, start + slot * size, size)
+        for start, size in () if self._page_locked else self._pages_of(slot):
+            punch(self.file, start, size)
 
     def snapshot(self, slot: Slot, parts: int, size: int) -> memoryview:
         """Copy the first `size` bytes of `parts` parts into contiguous, page-aligned host memory."""
@@ -292,8 +289,13 @@ class Slab:
     def _stream(self) -> "torch.cuda.Stream | None":
         return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
-    def _stretch(self, worker: WorkerParts) -> tuple[int, int]:
-        """Return the start and the end of the bytes of a worker's parts."""
+    def _pages_of(self, slot: Slot) -> list[tuple[int, int]]:
+        """Return the start and the size, in bytes, of each worker's parts of a slot."""
+        workers, stride = self._parallelism.workers, self.stride
+        return [(self._bounds(one)[0] + slot * one.count * stride, one.count * stride) for one in workers]
+
+    def _bounds(self, worker: WorkerParts) -> tuple[int, int]:
+        """Return the start and the end, in bytes, of a worker's parts of all slots."""
         workers = self._parallelism.workers
         start = sum(one.count for one in workers[: workers.index(worker)]) * self.slots * self.stride
         return start, start + worker.count * self.slots * self.stride
@@ -301,9 +303,9 @@ class Slab:
     def _page_lock(self, worker: WorkerParts | None) -> None:
         whole = self.stride * (worker.count if worker else self.parts)
         if not self._sparse:
-            lock(self, *(self._stretch(worker) if worker else (0, self.bytes)), whole)
+            lock(self, *(self._bounds(worker) if worker else (0, self.bytes)), whole)
         elif self._page_locked and worker:
-            lock_beside(self, *self._stretch(worker), whole)
+            lock_beside(self, *self._bounds(worker), whole)
 
     def _shared_memory(self, at: SlabAddress | None, worker: WorkerParts | None) -> mmap.mmap:
         size = self.bytes + self.slots * LABEL_BYTES
@@ -333,6 +335,6 @@ class Slab:
         if self._sparse:
             return memory
         # The owner has allocated the pages. This process maps them in a thread, during the first engine steps.
-        stretch = self._stretch(worker) if worker else (0, size)
-        threading.Thread(target=populate, args=(memory, *stretch), name="lmc-map", daemon=True).start()
+        bounds = self._bounds(worker) if worker else (0, size)
+        threading.Thread(target=populate, args=(memory, *bounds), name="lmc-map", daemon=True).start()
         return memory
