@@ -288,15 +288,10 @@ def _rendered(server: str, body: dict[str, Any], prompts: Sequence[dict[str, Any
 
 
 def _tokenized(client: "HttpClient", model: str, request: dict[str, Any]) -> list[int]:
-    from lmc.router.requests import CHAT_FIELDS, TEXT_FIELDS
+    from lmc.router.requests import tokenize_body
 
-    fields = CHAT_FIELDS if CHAT in request else TEXT_FIELDS
-    asked: dict[str, Any] = {name: request[name] for name in fields if name in request} | {"model": model}
-    if CHAT in request and request.get("documents"):  # The tokenize request has no such field.
-        arguments = request.get("chat_template_kwargs") or {}
-        asked["chat_template_kwargs"] = arguments | {"documents": request["documents"]}
-    response = _with_field("tokens", client.url, client.ask("/tokenize", asked), "a vLLM server")
-    return list(response["tokens"])
+    answer = client.ask("/tokenize", tokenize_body(request | {"model": model}))
+    return list(_with_field("tokens", client.url, answer, "a vLLM server")["tokens"])
 
 
 def _body(source: str) -> dict[str, Any]:

@@ -270,14 +270,17 @@ def _named_documents(body: Body) -> Iterator[str]:
 
 def _tokenize(body: Body) -> Body | None:
     messages = body.get("messages")
-    fields = CHAT_FIELDS if isinstance(messages, list) else TEXT_FIELDS
-    if fields is TEXT_FIELDS and not isinstance(body.get("prompt"), str):
-        return None
+    if not isinstance(messages, list):
+        return tokenize_body(body) if isinstance(body.get("prompt"), str) else None
     # vLLM's /tokenize takes one conversation, without a system text of its own.
-    if isinstance(messages, list) and ("system" in body or any(isinstance(message, list) for message in messages)):
-        return None
-    request = {name: body[name] for name in fields if name in body}
-    if fields is CHAT_FIELDS and body.get("documents"):  # vLLM's /tokenize takes documents only as a template argument.
+    return None if "system" in body or any(isinstance(message, list) for message in messages) else tokenize_body(body)
+
+
+def tokenize_body(body: Body) -> Body:
+    """Return the body for vLLM's /tokenize that returns the tokens of a request with one chat or one text."""
+    is_chat = isinstance(body.get("messages"), list)
+    request = {name: body[name] for name in (CHAT_FIELDS if is_chat else TEXT_FIELDS) if name in body}
+    if is_chat and body.get("documents"):  # vLLM's /tokenize takes documents only as a template argument.
         arguments = body.get("chat_template_kwargs")
         request["chat_template_kwargs"] = {
             **(arguments if isinstance(arguments, dict) else {}),
