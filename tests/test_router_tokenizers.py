@@ -218,4 +218,4 @@ def test_arguments():
 def test_transformers_is_wanted(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="pip install transformers"):
-        checked(RouterSettings(tokenizers={"a": "/x"}), "LMC_ADMIN_TOKEN")
+        checked(RouterSettings(tokenizers={"a": "/x"}))

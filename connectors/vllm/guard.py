@@ -85,20 +85,15 @@ class HookGuard:
         handed_over, self._handed_over = self._handed_over, self.errors.total()
         return self._handed_over - handed_over
 
+    def _count(self, hook: str, error: Exception) -> None:
+        if not self.errors[hook]:
+            log.error("lmc failed in %s; the request continues without lmc", hook, exc_info=error)
+        self.add(hook, 1)
+
     def add(self, hook: str, count: int) -> None:
-        """Count errors that the guard of another process has caught and logged."""
+        """Count errors that were logged, here or by the guard of another process."""
         was_off = self.off
         self.errors[hook] += count
-        self._log_switch(was_off=was_off)
-
-    def _count(self, hook: str, error: Exception) -> None:
-        was_off = self.off
-        self.errors[hook] += 1
-        if self.errors[hook] == 1:
-            log.error("lmc failed in %s; the request continues without lmc", hook, exc_info=error)
-        self._log_switch(was_off=was_off)
-
-    def _log_switch(self, *, was_off: bool) -> None:
         if self.off and not was_off and self._switches:
             log.error(
                 "lmc switched itself off after %d errors; vLLM continues without it. Restart the engine to use lmc "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmc.errors import ConfigError
-from lmc.http.address import TOKEN, admin_token, is_local
+from lmc.http.address import admin_token, is_local
 from lmc.router.engines import EnginePorts, Engines
 from lmc.router.policies import from_command_line
 
@@ -185,7 +185,7 @@ def router(
     check_kv_events(name, chosen_policy, engines, source)
     if not is_local(host) and not settings.client_tokens:
         log.warning("lmc router: admits every client that reaches --host %s; set %s_CLIENT_TOKENS", host, PREFIX)
-    _run(checked(settings, TOKEN), name, chosen_policy, engines, source, (host, port), moved)
+    _run(checked(settings), name, chosen_policy, engines, source, (host, port), moved)
 
 
 def _check_secrets(context: typer.Context) -> None:

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from lmc.config.sources import Given
 from lmc.errors import ConfigError, InputError
+from lmc.http.address import TOKEN
 from lmc.router.engines import EngineAddress, Engines, address
 from lmc.router.policies import policy_class
 from lmc.router.policies.base import Policy
@@ -212,11 +213,11 @@ def check_kv_events(name: str, policy: Policy, engines: Engines, source: str) ->
         raise ConfigError(f"--policy {name} needs the KV events of {', '.join(silent)}: {hint}")
 
 
-def checked(settings: RouterSettings, token_name: str) -> RouterSettings:
+def checked(settings: RouterSettings) -> RouterSettings:
     """Return the settings if they are valid. Raises `ConfigError` otherwise; its message shows no secret."""
     if not settings.special_string.strip():
         raise ConfigError("--option special_string is empty: set the blend_special_str of the engines, such as ' # # '")
-    secrets = [("--api-key", settings.api_key), (token_name, settings.admin_token)]
+    secrets = [("--api-key", settings.api_key), (TOKEN, settings.admin_token)]
     for name, secret in [*secrets, *(("--client-tokens", token) for token in settings.client_tokens)]:
         if not (secret.isascii() and secret.isprintable()) or secret != secret.strip():
             raise ConfigError(f"{name} is invalid: use printable ASCII characters without spaces around them")
