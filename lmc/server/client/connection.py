@@ -51,13 +51,9 @@ def status(path: Path) -> ServerStatus:
         return connection.open(Status(), _status)
 
 
-def wait_for_server(path: Path, seconds: float | None = None) -> None:
-    """Wait until the server at a path responds, for up to `seconds`, by default `SERVER_START_SECONDS`.
-
-    Raises the errors of `ServerConnection`.
-    """
-    seconds = SERVER_START_SECONDS if seconds is None else seconds
-    until, waited = time.monotonic() + seconds, False
+def wait_for_server(path: Path) -> None:
+    """Wait until the server at a path responds. Raises the errors of `ServerConnection`."""
+    until, waited = time.monotonic() + SERVER_START_SECONDS, False
     while True:
         try:
             status(path)
@@ -66,7 +62,7 @@ def wait_for_server(path: Path, seconds: float | None = None) -> None:
             if time.monotonic() >= until:
                 raise
         if not waited:
-            log.warning("found no cache server at %s; waiting up to %g s for it", path, seconds)
+            log.warning("found no cache server at %s; waiting up to %g s for it", path, SERVER_START_SECONDS)
         waited = True
         time.sleep(SERVER_POLL_SECONDS)
 
