@@ -171,6 +171,7 @@ def test_nothing_of_an_approximate_blend_reaches_other_requests(lab):
     lab.check()
 
 
+@pytest.mark.long
 def test_a_turn_after_a_blend_continues_from_it_also_if_it_is_preempted(lab, monkeypatch):
     """`test_conversations.py` has more, for fewer families."""
     if not lab.scheduler.cache_config.enable_prefix_caching:
