@@ -136,7 +136,7 @@ class FewLayers(NativeLayers):
         self.shape = KVShape(layers=3, kv_heads=HEADS, head_dim=DIM, dtype=FP8 if quantised else torch.float32)
         self.shapes, self._kinds, self.computes = [self.shape] * 3, [None] * 3, torch.float32
         self.group_count, self.group_of = 1, [0] * 3
-        self._calls, self._draft_model, self.drafts = OwnLayers([self._layers]), NO_DRAFTS, 0
+        self._calls, self._draft_model, self.drafts = OwnLayers([[one] for one in self._layers]), NO_DRAFTS, 0
         self._adapters, self._aux_layers = None, ()
         self._config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=length))
 
