@@ -147,8 +147,7 @@ class FewLayers(NativeLayers):
                 for layer in self._layers:
                     states, residual = layer(positions, states, residual)
 
-        model.config = SimpleNamespace(hidden_size=HIDDEN)
-        self._model = model
+        self._model, self._text = model, SimpleNamespace(hidden_size=HIDDEN)
 
     def _context(self, count, **options):
         return nullcontext()
@@ -622,17 +621,23 @@ def test_the_backend_has_buffers_for_the_runs_that_go_to_it_and_no_more(monkeypa
     layer, embedding = Layer(lambda on: nullcontext()), torch.randn(100, HIDDEN)
     monkeypatch.setattr(Layer, "modules", lambda self: [self.attention])
 
-    class Model:
+    class Model(torch.nn.Module):
         """A model of one layer."""
 
-        config, model = SimpleNamespace(), SimpleNamespace(layers=[layer])
+        config = SimpleNamespace()
 
-        def __call__(self, tokens, positions, intermediate_tensors):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList([layer])
+
+        def forward(self, tokens, positions, intermediate_tensors):
             return layer(positions, embedding[tokens], None)
 
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
-        model_config=SimpleNamespace(max_model_len=10, dtype=torch.float32),
+        model_config=SimpleNamespace(
+            max_model_len=10, dtype=torch.float32, hf_config=SimpleNamespace(), hf_text_config=SimpleNamespace()
+        ),
         scheduler_config=scheduler, compilation_config=SimpleNamespace(cudagraph_mode="full"),
     )  # fmt: skip
     group = SimpleNamespace(kv_cache_spec=Spec(BLOCK), layer_names=["layer"])
