@@ -16,10 +16,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1060, 300, 52, 250, 10, 34
 COLORS = ("#0f766e", "#c2410c", "#1d4ed8", "#7e22ce", "#a16207", "#be185d", "#4d7c0f", "#0e7490", "#57534e", "#b91c1c")
 COLUMNS = ("kl", "closed", "first", "agreement", "right", "charged")
 SHARES = ("ttft", "question", "scores", "choice", "shift")
-DEFAULT = "union+primer+shift"  # the default's way, without its ratio
 LEAST_PLOTTED = -0.2  # A way that closes less is drawn at the plot's lower edge.
-
-
 TEMPLATE = Path(__file__).with_name("page.html")
 
 
@@ -36,10 +33,10 @@ def write_page(path: Path, found: dict[str, Any], groups: dict[str, list[Row]], 
     write_filled(path, TEMPLATE, contents)
 
 
-def write_models(path: Path, by_kind: Mapping[str, Mapping[str, dict[str, Any]]], ratio: str, machine: str) -> None:
+def write_models(path: Path, by_kind: Mapping[str, Mapping[str, dict[str, Any]]], best: str, machine: str) -> None:
     """Write the page of several models: `by_kind` has the numbers of each kind of prompts, by model.
 
-    The first table has the gap that the default closes at `ratio`, and the plots have all ratios.
+    `best` is the way of the default settings. The table has its numbers, and the plots have other ratios, too.
     """
     models = list(dict.fromkeys(model for of in by_kind.values() for model in of))
     plots = []
@@ -47,34 +44,30 @@ def write_models(path: Path, by_kind: Mapping[str, Mapping[str, dict[str, Any]]]
         ways = {
             f"{model} {way.rpartition(' ')[2]}": numbers
             for model, found in of.items()
-            for way, numbers in defaults(found).items()
+            for way, numbers in found["ways"].items()
+            if family(way) == family(best)
         }
         counts = (f"{model}: {found['prompts']} prompts of {found['tokens']} tokens" for model, found in of.items())
         plots.append(f"<h2>{html.escape(kind)}</h2><p class='note'>{html.escape('; '.join(counts))}</p>{_plot(ways)}")
     contents = {
         "MACHINE": html.escape(machine),
-        "GROUPS": _table_of_models(by_kind, models, ratio) + "".join(plots),
+        "GROUPS": _table_of_models(by_kind, models, best) + "".join(plots),
         "PROMPTS": "[]",
     }
     write_filled(path, TEMPLATE, contents)
 
 
-def defaults(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers of the default at all ratios, by way."""
-    return {way: numbers for way, numbers in found["ways"].items() if way.startswith(DEFAULT)}
-
-
-def _table_of_models(by_kind: Mapping[str, Mapping[str, dict[str, Any]]], models: Sequence[str], ratio: str) -> str:
+def _table_of_models(by_kind: Mapping[str, Mapping[str, dict[str, Any]]], models: Sequence[str], best: str) -> str:
     head = "".join(f"<th>{html.escape(model)}</th>" for model in models)
     rows = []
     for kind, of in by_kind.items():
         cells = []
         for model in models:
-            way = defaults(of[model]).get(f"{DEFAULT} {ratio}") if model in of else None
+            way = of[model]["ways"].get(best) if model in of else None
             text = "{:.1%}, KL {:.3f}, first {:.0%}".format(way["closed"], way["kl"], way["first"]) if way else ""
             cells.append(f"<td>{text}</td>")
         rows.append(f"<tr><td>{html.escape(kind)}</td>{''.join(cells)}</tr>")
-    note = f"<p class='note'>The default at {ratio}: gap closed, KL divergence, first tokens as full prefill's.</p>"
+    note = f"<p class='note'>{html.escape(best)}: gap closed, KL divergence, first tokens as full prefill's.</p>"
     return f"{note}<table><thead><tr><th>prompts</th>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 

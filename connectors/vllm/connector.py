@@ -96,7 +96,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     """
 
     _objection = ""  # why lmc does nothing
-    _is_alone = False  # whether the worker has registered, and there are no other connectors
+    _is_alone = False  # whether the worker has registered as the engine's only connector
     _wait_steps = 0  # remaining steps that the engine makes, even without requests, to get the workers' facts
     _worker: Worker | None = None
     _scheduler: Scheduler | None = None
@@ -180,7 +180,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: vllm_api.VllmConfig) -> str | None:
         """Return None, because lmc supports any layout. vLLM calls this just before it groups layers by cache type."""
-        with HookGuard().part_of_start(lambda: None):  # It is called again when the connector is created.
+        with HookGuard().part_of_start(lambda: None):  # Its error is raised again when the connector is created.
             use_one_table(vllm_config)
         return None
 

@@ -85,11 +85,6 @@ class HookGuard:
         handed_over, self._handed_over = self._handed_over, self.errors.total()
         return self._handed_over - handed_over
 
-    def _count(self, hook: str, error: Exception) -> None:
-        if not self.errors[hook]:
-            log.error("lmc failed in %s; the request continues without lmc", hook, exc_info=error)
-        self.add(hook, 1)
-
     def add(self, hook: str, count: int) -> None:
         """Count errors that were logged, here or by the guard of another process."""
         was_off = self.off
@@ -100,3 +95,8 @@ class HookGuard:
                 "again, and report the errors logged above",
                 self.errors.total(),
             )
+
+    def _count(self, hook: str, error: Exception) -> None:
+        if not self.errors[hook]:
+            log.error("lmc failed in %s; the request continues without lmc", hook, exc_info=error)
+        self.add(hook, 1)

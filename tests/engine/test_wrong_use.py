@@ -379,7 +379,6 @@ def assert_scheduler_idle(connector):
 @pytest.mark.parametrize("where", FAILS_AT_START)
 def test_after_an_error_at_its_start_lmc_is_idle(lab, monkeypatch, caplog, where):
     """An engine in which lmc fails before the first request serves without it."""
-
     monkeypatch.setattr(f"lmc.connectors.vllm.{where}", raise_error)
     group = lab.scheduler.kv_cache_config
     side = LMCConnector(lab.llm.llm_engine.vllm_config, KVConnectorRole.WORKER, group)
@@ -394,9 +393,8 @@ def test_after_an_error_at_its_start_lmc_is_idle(lab, monkeypatch, caplog, where
     assert ("it failed at the start of a worker" in caplog.text) == (where == "worker.worker.Worker.register")
 
 
-def test_an_error_at_the_start_of_one_of_several_ranks_ends_the_start(lab, monkeypatch):
+def test_an_error_at_the_start_of_one_of_several_ranks_ends_the_start(monkeypatch):
     """The other ranks may wait for this one in the middle of the self-test."""
-
     config = config_of(tensor_parallel_size=2)
     monkeypatch.setattr(KVConnectorBase_V1, "__init__", lambda *_, **__: None)
     monkeypatch.setattr("lmc.connectors.vllm.connector.objection", raise_error)
