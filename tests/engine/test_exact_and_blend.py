@@ -171,7 +171,6 @@ def test_nothing_of_an_approximate_blend_reaches_other_requests(lab):
     lab.check()
 
 
-@pytest.mark.long
 def test_a_turn_after_a_blend_continues_from_it_also_if_it_is_preempted(lab, monkeypatch):
     """`test_conversations.py` has more, for fewer families."""
     if not lab.scheduler.cache_config.enable_prefix_caching:
@@ -181,7 +180,7 @@ def test_a_turn_after_a_blend_continues_from_it_also_if_it_is_preempted(lab, mon
     first = [*prompt.tokens, *HEADER]
     said = answer(lab.ask(first, prompt.blend(ratio=1.0), 40))
     lab.drop_backfills()
-    second, steps = [*first, *said, *words(40, 50), *HEADER], Steps(lab)
+    second, steps = [*first, *said, *words(40, 1002), *HEADER], Steps(lab)
     name = steps.add(second, prompt.blend(ratio=1.0), 40)
     steps.until(lambda: name in steps.outputs and len(answer(steps.outputs[name])) >= 10)
     steps.preempt(name)
