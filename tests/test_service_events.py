@@ -41,7 +41,7 @@ class Follower:
 
     async def follow(self) -> None:
         async for event in self._stream.batches():
-            for moved in () if isinstance(event, Lost) else decoded(event.payload)[1]:
+            for moved in () if isinstance(event, Lost) else decoded(event)[1]:
                 assert moved["model"] == ""  # Engines of tests do not name theirs.
                 media = self.there.setdefault((moved["tenant"], moved["digest"]), set())
                 (media.add if moved["type"] == "DocumentStored" else media.discard)(moved["medium"])
@@ -170,13 +170,14 @@ def test_a_reader_notices_events_that_an_error_has_lost(tmp_path, monkeypatch, a
 
     async def read(stream, seen):
         async for event in stream.batches():
-            seen.append("lost" if isinstance(event, Lost) else {one["document"] for one in decoded(event.payload)[1]})
+            seen.append("lost" if isinstance(event, Lost) else {one["document"] for one in decoded(event)[1]})
 
     async def run():
         seen = []
         reading = asyncio.create_task(read(EventStream(*addresses, topic=DOCUMENT_TOPIC, quiet_seconds=0.2), seen))
         ids = [key_of(name).hex() for name in "abc"]
         while not any(isinstance(one, set) and one for one in seen):  # A subscription takes a moment.
+            assert not reading.done()
             log.left("host", key_of("a"))
             appeared("a")
             await asyncio.sleep(0.05)
