@@ -81,7 +81,7 @@ class Beat(msgspec.Struct, frozen=True):
 
 
 class ChangedDocuments(msgspec.Struct, frozen=True):
-    """The next documents that were learned or removed after a change; see `ChangedSince`."""
+    """The next documents that were learned or removed after a change; see `DocumentChanges.since`."""
 
     learned: list[Described]
     removed: dict[str, str]  # why each was removed, by its id
