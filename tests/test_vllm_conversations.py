@@ -1443,6 +1443,21 @@ def test_a_retry_continues_from_the_latest_blend_of_its_prompt(lab: Lab) -> None
     assert local == [6 * BLOCK, *[len(tokens) // BLOCK * BLOCK] * 2]
 
 
+def test_a_retry_continues_from_the_blend_of_which_most_is_left(lab: Lab) -> None:
+    """It continued from the first blocks of the longest blend, although a shorter one was there as a whole."""
+    tokens = chat(DOC_A, DOC_B)
+    first_turn(lab, tokens)
+    lab.drop_backfills()
+    turn = later_turn(tokens)
+    request, _ = revised(lab, turn)
+    end(lab, request)
+    evict(lab, request.block_hashes[2:])
+    assert request.block_hashes[1] in lab.pool.cached, "the first approximate block is left"
+    again, job = revised(lab, turn)
+    assert len(job.copied) == (len(tokens) + len(ANSWER)) // BLOCK - 1, "all blocks of the first turn"
+    end(lab, again)
+
+
 def test_a_retry_of_a_request_that_was_aborted_during_its_blend_is_blended(make) -> None:
     """It counted as a repetition of a blend whose blocks the engine should have, and was computed."""
     lab = make(answers=(HEADER,), messages=(USER,), blocks=256, slots=64)

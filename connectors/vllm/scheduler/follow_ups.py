@@ -64,8 +64,9 @@ class FollowUps:
     def continue_blend(self, state: RequestState, exact: int, *, by_separators: bool = False) -> bool:
         """Continue an earlier blend of the engine, or revise it if the request asks another question.
 
-        To continue, the hashes of the request are salted as those of the blend. Both are done only if the engine has
-        more tokens of the blend than the `exact` tokens that are cached or stored otherwise. Once revisions have
+        Of several blends, it is the one of which the engine has the most tokens. To continue, the hashes of the request
+        are salted as those of the blend. Both are done only if these tokens are more than the `exact` tokens that are
+        cached or stored otherwise. Once revisions have
         computed a share of the tokens that prefill would, a prompt is computed instead, and further ones find its
         blocks in the engine's cache. Returns true if the request continues or revises a blend, or must wait for one
         that is under way.
@@ -75,6 +76,7 @@ class FollowUps:
         self.restore_hashes(state)
         state.follow_up.searched = self._own_blends.added
         documents = None if by_separators else [document.span for document in state.documents]
+        best, most, salted = None, exact, state.exact_hashes
         for blend in self._own_blends.find(
             tenant=state.salt,
             prompt=request.prompt_token_ids,
@@ -88,28 +90,30 @@ class FollowUps:
                 asks = self._asks_another_question(state, blend)
                 state.follow_up.awaited_hashes = () if asks else blend.hashes.whole()
                 return True
-            hashes, least = blend.hashes.whole(), max(exact, blend.first)
+            hashes = blend.hashes.whole()
             reach = self._reach(hashes, blend.first // self._block_size)
-            if reach < len(hashes) and reach * self._block_size <= least:
-                continue  # The engine has evicted its end.
-            set_hashes(request, hashes)
-            if (cached := self._groups.cached_tokens(request.block_hashes)) > least:
-                asks = self._asks_another_question(state, blend)
-                if asks and not self._may_revise(blend):
-                    state.follow_up.shared = cached  # So it is computed.
-                    set_hashes(request, state.exact_hashes)
-                    break
-                state.origin, state.follow_up.blended_before = blend.origin, blend.end
-                if asks:
-                    self._revise(state, blend, cached, continues=True)
-                    state.question = max(state.question, self._last_question(state, blend))
-                else:
-                    self._continue_unchanged(state, blend)
-                return True
-            set_hashes(request, state.exact_hashes)
-            if reach == len(hashes) and not self._groups.windowed:  # Shorter blends have no more of the prompt.
+            whole = reach == len(hashes)  # The engine may also have tokens after the blend, as those of the answer.
+            if whole or reach * self._block_size > max(most, blend.first):
+                set_hashes(request, hashes)
+                if (cached := self._groups.cached_tokens(request.block_hashes)) > max(most, blend.first):
+                    best, most, salted = blend, cached, list(request.block_hashes)
+            if whole and not self._groups.windowed:  # Shorter blends have no more of the prompt.
                 break
-        return self._asks_about_same_documents(state, exact, documents)
+        set_hashes(request, state.exact_hashes)
+        if best is None:
+            return self._asks_about_same_documents(state, exact, documents)
+        asks = self._asks_another_question(state, best)
+        if asks and not self._may_revise(best):
+            state.follow_up.shared = most  # So it is computed.
+            return self._asks_about_same_documents(state, exact, documents)
+        set_hashes(request, salted)
+        state.origin, state.follow_up.blended_before = best.origin, best.end
+        if asks:
+            self._revise(state, best, most, continues=True)
+            state.question = max(state.question, self._last_question(state, best))
+        else:
+            self._continue_unchanged(state, best)
+        return True
 
     def why_computed(self, state: RequestState, match: Match, exact: int) -> str:
         """Return why the documents after the first `exact` tokens of a new prompt are computed although stored.
