@@ -3,12 +3,22 @@
 import threading
 import time
 from collections import deque
+from typing import NamedTuple
 
 from lmc.documents.known import KnownDocument, KnownDocuments
 from lmc.keys import ChunkKey
 
 MAX_DOCUMENT_CHANGES = 1 << 17  # changes that are kept for clients; they take up to 10 MB
 MAX_SENT_DOCUMENTS = 64  # documents that a client gets with one request
+
+
+class NextChanges(NamedTuple):
+    """What `DocumentChanges.since` returns."""
+
+    documents: list[KnownDocument]  # that were learned or removed, as they are now
+    number: int  # of the last change of these
+    more: bool  # whether there are later changes
+    complete: bool  # False if earlier changes are lost, so that the client must list all documents again
 
 
 class DocumentChanges:
@@ -29,12 +39,8 @@ class DocumentChanges:
             self._keys.append(document.keys[-1])
             self.last += 1
 
-    def since(self, number: int) -> tuple[list[KnownDocument], int, bool, bool]:
-        """Return the next documents that changed after a change, as they are now, and the number of their last change.
-
-        The first flag says whether there are later changes. The second one is false if earlier changes are lost, so
-        that the client must list all documents again.
-        """
+    def since(self, number: int) -> NextChanges:
+        """Return the next documents that changed after the change `number`."""
         with self._mutex:
             first = self.last - len(self._keys)
             complete = first <= number <= self.last
@@ -43,4 +49,4 @@ class DocumentChanges:
             keys = [self._keys[i - first] for i in range(start, end)]  # `islice` would pass all entries before them.
             more = end < self.last
         documents = [self._known.get(key.hex()) for key in dict.fromkeys(keys)]
-        return [document for document in documents if document is not None], end, more, complete
+        return NextChanges([document for document in documents if document is not None], end, more, complete)

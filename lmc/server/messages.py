@@ -139,10 +139,10 @@ class DocumentsSince(Request, frozen=True):
 
     def handle(self, lease: "Lease") -> ChangedDocuments:
         """Return the next of these documents."""
-        documents, number, more, complete = lease.arena.changes.since(self.number)
-        learned = [Described.of(document) for document in documents if not document.removed]
-        removed = {document.id: document.removed for document in documents if document.removed}
-        return ChangedDocuments(learned, removed, number, more, complete)
+        changes = lease.arena.changes.since(self.number)
+        learned = [Described.of(document) for document in changes.documents if not document.removed]
+        removed = {document.id: document.removed for document in changes.documents if document.removed}
+        return ChangedDocuments(learned, removed, changes.number, changes.more, changes.complete)
 
 
 class LookUp(Request, frozen=True):
