@@ -842,6 +842,43 @@ def test_a_name_that_is_given_to_a_pinned_document_survives_a_restart(tmp_path, 
         assert [(one.name, one.pinned) for one in engine.known.list()] == [("contract", True)]
 
 
+def name_again(engine, document, name):
+    """Learn the text of a document under another name."""
+    view = engine.documents(document.tokens, [Span(0, len(document.tokens))], "")
+    engine.note(list(document.tokens), view, "", name=name)
+
+
+def test_names_that_a_document_gets_after_it_was_learned_survive_a_restart(tmp_path):
+    with closing(engine_of(tmp_path)) as engine:
+        name_again(engine, learn(engine, A, name="first.md"), "second.md")
+        learn(engine, B, name="other.md")
+    for _ in range(2):
+        with closing(engine_of(tmp_path)) as engine:
+            assert known(engine, A).names == ["first.md", "second.md"]
+            assert known(engine, B).names == ["other.md"]
+            assert [one.renamed for one in (known(engine, A), known(engine, B))] == [True, False]
+    with closing(engine_of(tmp_path)) as engine:
+        engine.keeper.remove(engine.known.named("second.md"))
+        learn(engine, A, name="third.md")
+    with closing(engine_of(tmp_path)) as engine:
+        assert known(engine, A).names == ["third.md"], "names went with the document"
+
+
+def test_names_are_kept_when_a_pin_ends_and_go_with_the_chunks_of_their_document(tmp_path):
+    with closing(engine_of(tmp_path)) as engine:
+        document = learn(engine, A, name="first.md")
+        engine.keeper.pin([document])
+        name_again(engine, document, "second.md")
+        engine.keeper.unpin([document])
+    with closing(engine_of(tmp_path)) as engine:
+        assert known(engine, A).names == ["first.md", "second.md"]
+        others(engine, 12)
+        assert set(places(engine, A)) == {None}
+    with closing(engine_of(tmp_path)) as engine:
+        assert A not in [list(one.tokens) for one in engine.known.list()]
+    assert rows(tmp_path, "SELECT count(*) FROM kept") == [(0,)]
+
+
 def test_documents_with_another_chunk_size_are_not_listed(tmp_path):
     """They were, under ids that nobody has, and to remove them removed nothing."""
     with closing(engine_of(tmp_path)) as engine:

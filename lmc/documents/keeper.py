@@ -1,8 +1,8 @@
-"""The keeper: pins and time limits of documents.
+"""The keeper: pins and time limits of documents, and names that they got after they were learned.
 
-Pins and time limits are recorded in a database in the disk tier's directory (`kept.py`), and survive a restart. A
-thread removes expired documents. Once a minute it also restores pinned documents to tiers that lost them, and checks
-the integrity of the store if `LMC_CHECK_INTEGRITY` is set.
+These are recorded in a database in the disk tier's directory (`kept.py`), and survive a restart. A thread removes
+expired documents. Once a minute it also restores pinned documents to tiers that lost them, and checks the integrity of
+the store if `LMC_CHECK_INTEGRITY` is set.
 """
 
 import logging
@@ -53,7 +53,7 @@ class DocumentKeeper(Protocol):
         """Remove documents from memory, from all tiers, and from the queue of documents to learn."""
 
     def renamed(self, documents: Sequence[KnownDocument]) -> None:
-        """Record the new names of those documents that are pinned or have a time limit."""
+        """Record the names of documents that have others than before. They may be written later."""
 
     def refresh(self, documents: Sequence[KnownDocument]) -> None:
         """Update the pins and time limits of these documents from where they are kept."""
@@ -112,6 +112,8 @@ class Keeper(DocumentKeeper):
         self._kept: dict[str, KnownDocument] = {}  # id -> document that is pinned or has a time limit
         self._pins: Counter[ChunkKey] = Counter()  # counts documents, because those with the same prefix share chunks
         self._unwritten: dict[str, KnownDocument] = {}  # id -> document whose row could not be written yet
+        self._names: dict[str, str] = {}  # id -> names of a document that was renamed, as they are in its row
+        self._renamed: dict[str, KnownDocument] = {}  # id -> document whose row the thread will write
         self._mutex = threading.Lock()  # guards the fields above; held only for a moment
         # Prevents that a document is pinned or learned again while it is removed. Acquired before the other locks.
         self.moving = threading.RLock()
@@ -133,12 +135,18 @@ class Keeper(DocumentKeeper):
         """Read the rows of earlier processes. Pins that exceed the quota are given up."""
         if self._rows is None:
             return
-        given_up = list[KnownDocument]()
+        given_up, gone = list[KnownDocument](), list[str]()
         try:
             for row in self._rows.read():
-                document = self._known_from(row)
-                if document is not None and not self._take_over(document, row):
+                if not (keys := self._keys_in(row)):
+                    continue  # An earlier process used another chunk_size.
+                if not (row.pinned or row.expires) and None in self._store.lookup(keys, shared=False):
+                    gone.append(row.id)  # It has names only, and its chunks were evicted.
+                    continue
+                document = self._known_from(row, keys)
+                if not self._take_over(document, row):
                     given_up.append(document)
+            self._rows.remove(gone)
         except (OSError, sqlite3.Error) as error:
             aside = self._rows.set_aside(error)
             renamed = f"; it is renamed to {aside.name}" if aside else ""
@@ -237,8 +245,15 @@ class Keeper(DocumentKeeper):
             )
 
     def renamed(self, documents: Sequence[KnownDocument]) -> None:
-        """Record the new names of those documents that are pinned or have a time limit."""
-        self._note(documents)
+        """Record the names of documents that have others than before. The thread writes them within a second."""
+        if self._rows is None:
+            return
+        with self._mutex:
+            for document in documents:
+                if document.renamed and not document.removed and self._names.get(document.id) != document.name:
+                    self._renamed[document.id] = document
+                    self._names[document.id] = document.name
+        self._start()
 
     def refresh(self, documents: Sequence[KnownDocument]) -> None:
         """Do nothing: only this keeper changes the documents of this process."""
@@ -249,6 +264,8 @@ class Keeper(DocumentKeeper):
             self._share.give(sum(self._size(document) for document in self._kept.values() if document.pinned))
             self._kept.clear()
             self._pins.clear()
+            self._names.clear()
+            self._renamed.clear()
             self._rows = None
 
     def close(self) -> None:
@@ -267,7 +284,7 @@ class Keeper(DocumentKeeper):
         """
         self._unpin(documents)
         for document in documents:
-            document.expires = 0.0
+            document.expires, document.renamed = 0.0, False
         self._note(documents)
         remaining = documents
         while remaining:
@@ -300,17 +317,20 @@ class Keeper(DocumentKeeper):
         if free:
             self._store.protect(free, pinned=False)
 
-    def _known_from(self, row: KeptDocument) -> KnownDocument | None:
-        """Return the known document of a row, or None if an earlier process used another chunk_size."""
+    def _keys_in(self, row: KeptDocument) -> Sequence[ChunkKey]:
+        """Return the keys of a row's document; empty if they are not those of this chunk_size."""
         try:
             keys = self._keys_of(row.namespace, row.tokens, row.keys)
         except (ValueError, IndexError):
-            return None
-        if not keys or keys[-1].hex() != row.id:
-            return None
+            return ()
+        return keys if keys and keys[-1].hex() == row.id else ()
+
+    def _known_from(self, row: KeptDocument, keys: Sequence[ChunkKey]) -> KnownDocument:
+        """Return the known document of a row, with its names."""
         document = self._known.note(row.namespace, row.tokens, keys, model=row.model, tenant=row.tenant)
         if row.name:
             self._known.rename(document, row.name)
+            self._names[document.id] = row.name
         return document
 
     def _take_over(self, document: KnownDocument, row: KeptDocument) -> bool:
@@ -325,16 +345,19 @@ class Keeper(DocumentKeeper):
         return fits
 
     def _note(self, documents: Sequence[KnownDocument]) -> None:
-        """Write the rows of those documents that have, or had until now, a pin or a time limit."""
+        """Write the rows of those documents that have, or had until now, a pin, a time limit or a name in a row."""
         with self._writing:
             with self._mutex:
-                changed = [document for document in documents if document.kept or document.id in self._kept]
-                new = any(document.id not in self._kept for document in changed)
+                changed = [one for one in documents if one.kept or one.id in self._kept or one.id in self._names]
+                new = any(document.kept and document.id not in self._kept for document in changed)
                 for document in changed:
                     if document.kept:
                         self._kept[document.id] = document
                     else:
                         self._kept.pop(document.id, None)
+                    if not document.renamed:
+                        self._names.pop(document.id, None)
+                        self._renamed.pop(document.id, None)
             if changed:
                 self._write(changed)
         if self._rows is None and new:
@@ -355,14 +378,16 @@ class Keeper(DocumentKeeper):
                 log.warning("cannot write the pins to %s (%s): they will end with this process", rows.path, error)
 
     def _write_rest(self) -> None:
-        """Write the rows that could not be written before."""
+        """Write the rows of renamed documents, and those that could not be written before."""
         with self._writing:
-            if self._unwritten:
-                self._write(())
+            with self._mutex:
+                renamed, self._renamed = list(self._renamed.values()), {}
+            if renamed or self._unwritten:
+                self._write(renamed)
 
     def _start(self) -> None:
         with self._mutex:
-            needed = self._kept or self._unwritten or self._checks_integrity
+            needed = self._kept or self._unwritten or self._renamed or self._checks_integrity
             if self._thread is None and needed and not self._ended.is_set():
                 self._thread = repeat(self._check, EXPIRY_SECONDS, self._ended, "lmc-keeper")
 

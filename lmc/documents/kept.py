@@ -1,8 +1,9 @@
-"""The database of kept documents: those with a pin or a time limit, in the directory of a disk tier.
+"""The database of kept documents: those with a pin, a time limit, or names that they got after they were learned.
 
-It is apart from the tier's index, which is built anew from the records when it is lost: pins cannot be. A row has the
-tokens of its document, so that one that is in no tier can be computed again, and they and its name are encrypted if its
-tenant has a secret key. A change is on the disk when a call returns, and what is removed is overwritten.
+It is in the directory of a disk tier, apart from the tier's index, which is built anew from the records when it is
+lost: pins cannot be. A row has the tokens of its document, so that one that is in no tier can be computed again, and
+they and its names are encrypted if its tenant has a secret key. A pin or a time limit is on the disk when a call
+returns, and what is removed is overwritten.
 """
 
 import json
@@ -32,6 +33,7 @@ CREATE TABLE IF NOT EXISTS kept (
     encrypted INT, PRIMARY KEY (layout, id)
 )
 """
+REMOVE = "DELETE FROM kept WHERE layout = ? AND id = ?"
 INSERT = "INSERT INTO kept VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (layout, id) DO"
 ADD = f"{INSERT} NOTHING"
 PUT = f"""
@@ -90,18 +92,24 @@ class KeptDocuments:
                     )  # fmt: skip
 
     def write(self, documents: Iterable[KnownDocument]) -> None:
-        """Write the rows of documents, and remove those without a pin and a time limit, in one step.
+        """Write the rows of documents, and remove those for which nothing is to be kept, in one step.
 
         Raises `OSError` or `sqlite3.Error`, and then changes nothing.
         """
         documents = list(documents)
-        rows = [self._row(document) for document in documents if document.kept]
-        gone = [(self._layout, document.id) for document in documents if not document.kept]
+        rows = [self._row(document) for document in documents if document.kept or document.renamed]
+        gone = [(self._layout, document.id) for document in documents if not (document.kept or document.renamed)]
         if not rows and not self.path.exists():
             return
         with _opened(self.path, change=True) as database:
-            database.executemany("DELETE FROM kept WHERE layout = ? AND id = ?", gone)
+            database.executemany(REMOVE, gone)
             database.executemany(PUT, rows)
+
+    def remove(self, ids: Sequence[str]) -> None:
+        """Remove the rows of documents. Raises `OSError` or `sqlite3.Error`, and then changes nothing."""
+        if ids:
+            with _opened(self.path, change=True) as database:
+                database.executemany(REMOVE, [(self._layout, one) for one in ids])
 
     def set_aside(self, error: Exception) -> Path | None:
         """Rename a database that is damaged, as the error says, so that a new one can be made. Returns its new path."""

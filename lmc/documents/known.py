@@ -59,6 +59,7 @@ class KnownDocument:
     tenant: str = ""  # digest of the cache salt
     pinned: bool = False  # Only the keeper sets `pinned` and `expires`.
     expires: float = 0.0  # when it expires, in seconds since 1970; 0 for never
+    renamed: bool = False  # whether it may have names that its record lacks
     row: int = field(default=-1, repr=False)  # see `DocumentTable`
     lacks_blocks: bool = field(default=False, repr=False)  # whether the finder could not take all of its blocks
 
@@ -131,9 +132,13 @@ class KnownDocuments:
     ) -> KnownDocument:
         """Record that a document was learned, or `used` by a prompt, and return it. It also gets `name`."""
         with self._mutex:
-            was_known = keys[-1] in self._documents
+            known = self._documents.get(keys[-1])
+            if known is not None and known.removed and name:
+                known.name = ""  # The names that it had were removed with it.
+            before = known.name if known is not None and not known.removed else name
             document = self._noted(namespace, tokens, keys, name, model, tenant)
-            if was_known and self._finds:
+            document.renamed |= document.name != before
+            if known is not None and self._finds:
                 self._find_again(document)
             document.uses, document.used, document.removed = document.uses + used, time.time(), ""
             self._table.update(document)
@@ -157,11 +162,15 @@ class KnownDocuments:
         A removed document stays removed, unless it was stored `again`. Returns None for one that exceeds `max_bytes`.
         """
         with self._mutex:
-            is_new = keys[-1] not in self._documents
+            known = self._documents.get(keys[-1])
+            is_new = known is None
+            if known is not None and known.renamed:
+                known.renamed, name = known.name != name, ""  # Its names are those of its row.
             if is_new and self._bytes + known_bytes(len(tokens), len(keys)) > self._max_bytes:
                 self._note_too_many()
                 return None
             document = self._noted(namespace, tokens, keys, name, model, tenant)
+            document.renamed |= bool(name) and document.name != name
             if is_new:
                 document.used = used or document.used
             elif again and document.removed:
@@ -272,6 +281,7 @@ class KnownDocuments:
     def rename(self, document: KnownDocument, name: str) -> None:
         """Give a document a name instead of those that it has, or several ones, each on a line."""
         with self._mutex:
+            document.renamed |= document.name != name
             document.name = name
             if self._documents.get(document.keys[-1]) is document:
                 self._table.update(document)

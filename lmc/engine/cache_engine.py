@@ -304,6 +304,8 @@ class CacheEngine:
                 keys = [piece.key for piece in document.pieces]
                 if not (used and self._was_removed(keys)):
                     noted.append(self.known.note(namespace, tokens, keys, used=used, **owner))
+        if name:
+            self.keeper.renamed(noted)
         return noted
 
     def _was_removed(self, keys: Sequence[ChunkKey]) -> bool:
@@ -433,7 +435,8 @@ class CacheEngine:
                 self.store.abort(begun)
             return None
         slots = [None if place else new.pop(0) for place in places]
-        self.known.note(namespace, tokens, keys, name=name, model=self.names.model, tenant=tenant)
+        document = self.known.note(namespace, tokens, keys, name=name, model=self.names.model, tenant=tenant)
+        self.keeper.renamed([document])  # It may have been known by other names.
         return slots
 
     def owns(self, document: KnownDocument) -> bool:
