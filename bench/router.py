@@ -21,7 +21,7 @@ from router_traces import Arrival, Traffic, chat, rag
 
 from lmc.router.policies import POLICIES, make, policy_class
 from lmc.router.policies.base import Policy
-from lmc.router.policy import Candidate
+from lmc.router.policy_types import Candidate
 
 PREFIX = ("prefix_hash_trie", "cache_aware", "chwbl", "block_hash", "approx_lru", "simhash")  # see beginnings only
 LEFT_OUT = ("precise",)  # needs engines that publish events of blocks

@@ -26,7 +26,7 @@ from lmc.router.cut import Cut, CutDocument, Cutter
 from lmc.router.document_index import ReportedDocument
 from lmc.router.policies.base import Policy
 from lmc.router.policies.documents import Documents
-from lmc.router.policy import Candidate, RoutingChoice, TakeBack, Usage
+from lmc.router.policy_types import Candidate, RoutingChoice, TakeBack, Usage
 from lmc.storage.places import place_of
 
 MEMORY, DISK, POOL = "host", "disk", "objects"  # as answers name them

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
-from lmc.router.policy import PromptRequest
+from lmc.router.policy_types import PromptRequest
 
 SPECIAL = " # # "
 LETTERS = 4  # of a token

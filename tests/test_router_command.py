@@ -27,7 +27,7 @@ from lmc.router.arguments import OTHER_NAMES
 from lmc.router.discovery import discovery, in_file, in_kubernetes
 from lmc.router.engines import EnginePorts, Engines, address
 from lmc.router.policies import POLICIES, from_command_line
-from lmc.router.policy import Candidate, PromptRequest
+from lmc.router.policy_types import Candidate, PromptRequest
 from lmc.router.settings import RouterOptions
 
 

@@ -29,7 +29,7 @@ from lmc.router.document_index import COMING, LEARNING_SECONDS, DocumentIndex, D
 from lmc.router.fair_lru import FairLru
 from lmc.router.kv_index import CacheSource
 from lmc.router.policies.documents import STAY, Documents
-from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, Usage
+from lmc.router.policy_types import Candidate, PromptRequest, RoutingChoice, Usage
 from lmc.router.requests import MAX_PARTS, prompt_text, read
 from lmc.router.visit import usage
 

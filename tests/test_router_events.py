@@ -24,7 +24,7 @@ from lmc.router.engines import Engine, address
 from lmc.router.event_stream import EventStream, Lost
 from lmc.router.follow import DOCUMENT_TOPIC, Follower, decoded
 from lmc.router.policies.documents import Documents
-from lmc.router.policy import Candidate, PromptRequest
+from lmc.router.policy_types import Candidate, PromptRequest
 from lmc.router.requests import read
 
 

@@ -20,7 +20,7 @@ from lmc.router.event_stream import EventStream
 from lmc.router.follow import BlockEvents, follow_blocks
 from lmc.router.kv_index import BlockIndex, CacheSource, Run, token_chain
 from lmc.router.policies.precise import Precise
-from lmc.router.policy import Candidate
+from lmc.router.policy_types import Candidate
 
 ENGINE = CacheSource("http://e1:8000")
 SIZE = 4

@@ -29,7 +29,7 @@ from lmc.router.policies.published.chwbl import BoundedLoads, within_bound
 from lmc.router.policies.published.prefix_hash_trie import PrefixHashTrie
 from lmc.router.policies.published.simhash import fingerprint
 from lmc.router.policies.simple import Ring
-from lmc.router.policy import Candidate, PromptRequest
+from lmc.router.policy_types import Candidate, PromptRequest
 from lmc.router.prefix_hashes import byte_blocks, chained, leading
 
 VECTORS = json.loads((Path(__file__).parent / "data/router.json").read_text())

@@ -10,7 +10,7 @@ from storage_fakes import eventually
 
 from lmc.router.engines import DEFAULT_RATE, MAX_RATE_FACTOR, Engines, address
 from lmc.router.policies import make
-from lmc.router.policy import PromptRequest
+from lmc.router.policy_types import PromptRequest
 from lmc.router.prefills import MEASUREMENT_SECONDS, MIN_MEASUREMENTS, PrefillQueue
 from lmc.router.requests import COMPUTING, PREFILLING
 from lmc.router.visit import FirstToken, usage

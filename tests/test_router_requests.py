@@ -10,7 +10,7 @@ from lmc.blend.markers import Markers
 from lmc.router.cut import Cutter
 from lmc.router.document_tokens import DocumentTokens
 from lmc.router.policies import POLICIES, make
-from lmc.router.policy import Candidate, RoutingChoice, Usage
+from lmc.router.policy_types import Candidate, RoutingChoice, Usage
 from lmc.router.requests import Received, read
 
 TEXT = "word " * 2000

@@ -23,7 +23,7 @@ from lmc.router.document_search import ENTRY_BYTES, DocumentSearch, KnownText, K
 from lmc.router.engines import Engine, Engines, address
 from lmc.router.follow import Follower
 from lmc.router.policies.documents import Documents
-from lmc.router.policy import Candidate, FoundDocument, PromptRequest
+from lmc.router.policy_types import Candidate, FoundDocument, PromptRequest
 
 ASK, CHAT, EXPLAIN = "/v1/completions", "/v1/chat/completions", "/lmc/explain"
 MODEL = {"model": "echo"}

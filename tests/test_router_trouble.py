@@ -24,7 +24,7 @@ from lmc.router.document_tokens import DocumentTokens
 from lmc.router.engines import BREAKER_FAILURES, FAILED_CHECKS, Engine, EngineBreaker, Engines, address
 from lmc.router.follow import Follower
 from lmc.router.policies import make
-from lmc.router.policy import Candidate, PromptRequest, Usage
+from lmc.router.policy_types import Candidate, PromptRequest, Usage
 from lmc.router.settings import RouterSettings
 from lmc.router.visit import EngineFailed, Visit
 

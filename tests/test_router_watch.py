@@ -31,7 +31,7 @@ from lmc.router.engines import (
 )
 from lmc.router.kv_index import CacheSource
 from lmc.router.policies import make
-from lmc.router.policy import Candidate, RoutingChoice
+from lmc.router.policy_types import Candidate, RoutingChoice
 from lmc.router.proxy import IDLE_CONNECTION_SECONDS
 from lmc.router.settings import RouterSettings
 from lmc.router.visit import EngineFailed, Visit

@@ -17,7 +17,7 @@ import xxhash
 from lmc.blend.markers import Markers
 from lmc.blend.segments import split
 from lmc.keys import tenant_of, tokens_digest
-from lmc.router.policy import FoundDocument, PromptRequest
+from lmc.router.policy_types import FoundDocument, PromptRequest
 from lmc.router.prefix_hashes import CHARACTERS_PER_TOKEN, byte_blocks, chained, encoded
 
 # From a model, a text and a tenant to the digest and the number of tokens of a document, if they are known.

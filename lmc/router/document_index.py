@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from lmc.router.cut import BLOCK_TOKENS, SEPARATED, Cut, CutDocument
 from lmc.router.fair_lru import FairLru
-from lmc.router.policy import TakeBack
+from lmc.router.policy_types import TakeBack
 from lmc.router.prefix_hashes import leading
 from lmc.storage.places import place_of
 

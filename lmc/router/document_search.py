@@ -22,7 +22,7 @@ import numpy as np
 from lmc.documents.finder import DocumentFinder, FoundRun
 from lmc.router.cut import content_of, tenant
 from lmc.router.fair_lru import FairLru
-from lmc.router.policy import FoundDocument, PromptRequest
+from lmc.router.policy_types import FoundDocument, PromptRequest
 from lmc.router.prefix_hashes import encoded
 
 MAX_BYTES = 64 << 20  # of the documents as tokens, and of the documents as words

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from lmc.errors import InputError
 from lmc.http.client import with_scheme
-from lmc.router.policy import Candidate
+from lmc.router.policy_types import Candidate
 from lmc.router.prefills import Prefill, PrefillQueue
 
 log = logging.getLogger(__name__)

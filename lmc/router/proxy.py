@@ -28,7 +28,7 @@ from lmc.router.document_search import DocumentSearch
 from lmc.router.engines import Engines
 from lmc.router.local_tokenizers import LocalTokenizers
 from lmc.router.policies.base import Policy
-from lmc.router.policy import Candidate, PromptRequest
+from lmc.router.policy_types import Candidate, PromptRequest
 from lmc.router.requests import (
     COMPUTING,
     PREFILLING,

@@ -18,7 +18,7 @@ from cachetools import LRUCache
 from lmc.errors import InputError
 from lmc.router.cut import MAX_CHARACTERS, MAX_TOKENS, ROLE
 from lmc.router.forms import FORM_TYPE, read_form
-from lmc.router.policy import PromptRequest
+from lmc.router.policy_types import PromptRequest
 from lmc.router.prefix_hashes import CHARACTERS_PER_TOKEN
 
 Body = Mapping[str, Any]

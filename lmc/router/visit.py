@@ -15,7 +15,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from lmc.router.engines import Engine, has_ended
-from lmc.router.policy import RoutingChoice, Usage
+from lmc.router.policy_types import RoutingChoice, Usage
 from lmc.router.prefills import Prefill
 
 RETRIED_STATUSES = (502, 503, 504)  # statuses of an engine that is down; the request goes to another one

@@ -9,7 +9,7 @@ from lmc.errors import ConfigError
 from lmc.router.cut import Cutter
 from lmc.router.document_index import DocumentIndex
 from lmc.router.kv_index import BlockIndex
-from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, TakeBack, Usage
+from lmc.router.policy_types import Candidate, PromptRequest, RoutingChoice, TakeBack, Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

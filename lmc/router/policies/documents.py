@@ -26,7 +26,7 @@ from lmc.router.document_index import LEARNING_SECONDS, Beginning, DocumentIndex
 from lmc.router.fair_lru import FairLru
 from lmc.router.kv_index import BlockIndex, chains
 from lmc.router.policies.base import Needs, Policy, check, check_count
-from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, TakeBack, Usage
+from lmc.router.policy_types import Candidate, PromptRequest, RoutingChoice, TakeBack, Usage
 from lmc.router.prefix_hashes import encoded
 
 CACHE_TOKENS = 1_000_000.0  # assumed size of an engine's cache until the engine reports it

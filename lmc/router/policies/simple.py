@@ -8,7 +8,7 @@ from bisect import bisect
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from lmc.router.policies.base import Policy, check_count
-from lmc.router.policy import Candidate, PromptRequest, RoutingChoice
+from lmc.router.policy_types import Candidate, PromptRequest, RoutingChoice
 from lmc.router.prefix_hashes import digest
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from lmc.router.policies.base import Policy, check_count
 from lmc.router.policies.simple import least_loaded
-from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, TakeBack
+from lmc.router.policy_types import Candidate, PromptRequest, RoutingChoice, TakeBack
 from lmc.router.prefix_hashes import CHARACTERS_PER_TOKEN, chained, character_blocks, leading
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from lmc.router.policies.base import Policy, check, check_count
 from lmc.router.policies.simple import Ring
-from lmc.router.policy import Candidate, PromptRequest, RoutingChoice
+from lmc.router.policy_types import Candidate, PromptRequest, RoutingChoice
 
 
 def within_bound(load: int, total: int, engines: int, factor: float) -> bool:

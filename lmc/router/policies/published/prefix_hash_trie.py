@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from lmc.router.policies.base import Policy, check, check_count
 from lmc.router.policies.simple import least_loaded
-from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, TakeBack
+from lmc.router.policy_types import Candidate, PromptRequest, RoutingChoice, TakeBack
 from lmc.router.prefix_hashes import CHARACTERS_PER_TOKEN, chained, character_blocks, leading
 
 

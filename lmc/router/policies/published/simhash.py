@@ -5,7 +5,7 @@ from typing import Any
 
 from lmc.router.policies.base import Policy, check, check_count
 from lmc.router.policies.simple import Ring
-from lmc.router.policy import Candidate, PromptRequest, RoutingChoice
+from lmc.router.policy_types import Candidate, PromptRequest, RoutingChoice
 from lmc.router.prefix_hashes import encoded
 
 HASHED_CHARACTERS = 400_000  # of a prompt that are hashed; more would delay other requests

@@ -1,4 +1,7 @@
-"""What a routing policy reads and returns: requests, engines, choices and token counts. See `lmc.router.policies`."""
+"""The types that routing policies read and return: requests, engines, choices and token counts.
+
+The policies are in `lmc.router.policies`.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
