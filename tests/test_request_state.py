@@ -8,8 +8,8 @@ import pytest
 from vllm_fakes import Lab, Request
 
 from lmc.connectors.vllm.scheduler import request_state
+from lmc.connectors.vllm.scheduler.classifier import RequestClassifier
 from lmc.connectors.vllm.scheduler.request_state import RequestState, Role, Stamp
-from lmc.connectors.vllm.scheduler.roles import Roles
 
 
 def test_the_blocks_of_a_request_with_lora_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_a_request_of_embeddings_alone_gets_a_note_if_it_asks_for_more(wish: obj
         kv_transfer_params={"lmc": wish} if wish else None, cache_salt=None, lora_request=None, mm_features=[],
         skip_reading_prefix_cache=False, block_hashes=[], num_preemptions=0,
     )  # fmt: skip
-    state = Roles(Lab().setup, Counter(), quiet=True).classify(request)
+    state = RequestClassifier(Lab().setup, Counter(), quiet=True).classify(request)
     assert (state.role, state.note) == (Role.EXACT, note)
 
 
@@ -85,10 +85,10 @@ def test_texts_that_are_much_longer_than_the_prompt_are_not_encoded() -> None:
         return [5] * 30
 
     tokenizer = SimpleNamespace(encode=encode, decode=lambda tokens: "word " * len(tokens))
-    roles = Roles(Lab(tokenizer=tokenizer).setup, counts := Counter(), quiet=True)
+    classifier = RequestClassifier(Lab(tokenizer=tokenizer).setup, counts := Counter(), quiet=True)
     for size, refused in ((64 * 40, False), (64 * 40 + 1, True)):
         given = {"documents": ["a" * (size - 10), "b" * 10]}
-        state = roles.classify(Request("one", [1] * 40, given))
+        state = classifier.classify(Request("one", [1] * 40, given))
         assert ("the texts have 2561 characters, and the prompt 40 tokens" in state.note) == refused
         assert bool(encoded) != refused
         encoded.clear()

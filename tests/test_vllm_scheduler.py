@@ -42,7 +42,7 @@ from lmc.background import Background
 from lmc.blend.segments import Span
 from lmc.connectors.vllm.messages import BlendJob, LoadJob, StepReport
 from lmc.connectors.vllm.model_identity import layout_of, model_identity
-from lmc.connectors.vllm.scheduler import claims, roles
+from lmc.connectors.vllm.scheduler import claims, classifier
 from lmc.connectors.vllm.scheduler.admission import MAX_TURN_SECONDS
 from lmc.connectors.vllm.scheduler.idle import MAX_PAUSE_SECONDS
 from lmc.connectors.vllm.scheduler.request_state import Role
@@ -1415,8 +1415,8 @@ def test_the_note_gives_each_text_that_is_not_found_its_reason_within_a_bounded_
     )
     many = [f"{number}{'x' * 100}" for number in range(20)]
     note = lab.serve("many", tokens, {"documents": many}).facts["note"]
-    assert note.count("it is not in the prompt") == roles.MAX_NAMED
-    assert note.endswith(f"; and {20 - roles.MAX_NAMED} more")
+    assert note.count("it is not in the prompt") == classifier.MAX_NAMED
+    assert note.endswith(f"; and {20 - classifier.MAX_NAMED} more")
     assert len(note) < 1000
 
 
@@ -2643,7 +2643,7 @@ def test_documents_of_a_request_that_reads_no_prefix_cache_are_not_known(make):
 
 def test_short_texts_are_forgotten_as_well(make, monkeypatch):
     """A text without inner tokens took no room, and such texts were kept without end."""
-    monkeypatch.setattr(roles, "MOST_REMEMBERED", 1000)
+    monkeypatch.setattr(classifier, "MOST_REMEMBERED", 1000)
     encoded = []
     characters = SimpleNamespace(
         encode=lambda text: encoded.append(text) or list(map(ord, text)),

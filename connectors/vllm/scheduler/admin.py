@@ -18,8 +18,8 @@ from typing import Any
 from lmc.background import Background
 from lmc.blend.segments import Span, document_tokens
 from lmc.connectors.vllm.scheduler.claims import Claims
+from lmc.connectors.vllm.scheduler.classifier import RequestClassifier
 from lmc.connectors.vllm.scheduler.request_state import Role
-from lmc.connectors.vllm.scheduler.roles import Roles
 from lmc.connectors.vllm.start import Setup
 from lmc.documents.admin import DEFAULT_LIST_LENGTH, DocumentAdmin, Facts
 from lmc.documents.table import Filter
@@ -134,7 +134,7 @@ class Administration:
         )  # fmt: skip
         if self._setup.hash_blocks and not request.lora_request:
             request.block_hashes = self._setup.hash_blocks(request)
-        state = Roles(self._setup, Counter(), quiet=True).classify(request)
+        state = RequestClassifier(self._setup, Counter(), quiet=True).classify(request)
         refused = self._setup.refused or state.note
         advice = Advice()
         if not refused and state.policy and not state.blends:

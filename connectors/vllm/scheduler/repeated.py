@@ -7,8 +7,8 @@ third prompt reuses it. Learning may take `SHARE` of the time, so that it never 
 from bisect import bisect_left
 from collections import Counter
 
+from lmc.connectors.vllm.scheduler.classifier import RequestClassifier
 from lmc.connectors.vllm.scheduler.request_state import RequestState
-from lmc.connectors.vllm.scheduler.roles import Roles
 from lmc.connectors.vllm.start import Setup
 from lmc.documents.repeats import MIN_LEARNED, NAME, LineEnds, Repeats, to_learn
 from lmc.engine import DocumentMatch, Plan
@@ -22,9 +22,11 @@ SLOW = 1e-3  # seconds per token, as long as no prefill was measured
 class RepeatedTexts:
     """The repeated texts of one engine's requests."""
 
-    def __init__(self, setup: Setup, roles: Roles, counts: "Counter[str]", ends: LineEnds | None) -> None:
+    def __init__(
+        self, setup: Setup, classifier: RequestClassifier, counts: "Counter[str]", ends: LineEnds | None
+    ) -> None:
         """`ends` are those of the tokenizer; None without one."""
-        self._setup, self._roles, self._counts, self._engine = setup, roles, counts, setup.engine
+        self._setup, self._classifier, self._counts, self._engine = setup, classifier, counts, setup.engine
         self._repeats = Repeats()
         self._ends = ends
         self._allowed, self._at = MAX_SECONDS, setup.clock()  # seconds of learning that are allowed since a time
@@ -34,7 +36,7 @@ class RepeatedTexts:
 
     def arrived(self, state: RequestState) -> None:
         """Find what the prompt of a new request repeats, and remember the prompt."""
-        if not (self.on and state.learning.allowed and state.blends and self._roles.may_go_on(state)):
+        if not (self.on and state.learning.allowed and state.blends and self._classifier.may_go_on(state)):
             return
         request, groups = state.request, self._setup.groups
         hashes, size = request.block_hashes, groups.block_size

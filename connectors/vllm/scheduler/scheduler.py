@@ -27,6 +27,7 @@ from lmc.connectors.vllm.messages import BLEND_SHARE, StepPlan, StepReport
 from lmc.connectors.vllm.scheduler.admission import Admission
 from lmc.connectors.vllm.scheduler.backfill import Backfill
 from lmc.connectors.vllm.scheduler.claims import Claims, fewest_tokens
+from lmc.connectors.vllm.scheduler.classifier import RequestClassifier
 from lmc.connectors.vllm.scheduler.follow_ups import REPEATED, FollowUps
 from lmc.connectors.vllm.scheduler.idle import REST_SECONDS
 from lmc.connectors.vllm.scheduler.isolation import set_hashes
@@ -36,7 +37,6 @@ from lmc.connectors.vllm.scheduler.pending import PendingTransfers
 from lmc.connectors.vllm.scheduler.prefill_pace import PrefillPace
 from lmc.connectors.vllm.scheduler.repeated import RepeatedTexts
 from lmc.connectors.vllm.scheduler.request_state import RequestState, Role
-from lmc.connectors.vllm.scheduler.roles import Roles
 from lmc.connectors.vllm.scheduler.save_queue import SaveQueue
 from lmc.connectors.vllm.scheduler.watched import WatchedRequests
 from lmc.connectors.vllm.start import Setup
@@ -69,9 +69,9 @@ class Scheduler:
         self.counts: Counter[str] = Counter()
         # Observations for histograms, by the keys of `lmc.metrics`.
         self._observed: defaultdict[str, list[float]] = defaultdict(list)
-        self._roles = Roles(setup, self.counts)
+        self._classifier = RequestClassifier(setup, self.counts)
         self._line_ends = LineEnds(setup.tokenizer.decode) if setup.tokenizer else None
-        self._repeated = RepeatedTexts(setup, self._roles, self.counts, self._line_ends)
+        self._repeated = RepeatedTexts(setup, self._classifier, self.counts, self._line_ends)
         self._claims = Claims(setup, self.counts)
         self._pace = PrefillPace(self.engine.store.cost)
         self.pending = PendingTransfers(setup.ranks, self.engine.store)
@@ -102,7 +102,7 @@ class Scheduler:
         """Find the stored chunks of a new request, and begin to load chunks from slower tiers."""
         if self.off:
             return
-        state = self._roles.begin(request)
+        state = self._classifier.begin(request)
         if request.lora_request is not None:
             state.stamp.content = self._adapter(request.lora_request)
         if self._setup.counts_images:
@@ -113,7 +113,7 @@ class Scheduler:
         if self._is_short(state) or self._is_cached(state):
             state.cached = True
             return
-        self._roles.find_role(state)
+        self._classifier.find_role(state)
         if request.skip_reading_prefix_cache:
             return
         match = self._claims.look(state)
@@ -171,7 +171,7 @@ class Scheduler:
                 self._note_cached(state, local)
                 return 0
             state.cached, state.role = False, Role.EXACT  # The engine has evicted blocks since the request arrived.
-            self._roles.find_role(state)
+            self._classifier.find_role(state)
         plan = self._claim(state, local)
         self._note_cached(state, local)
         return None if plan is None else self._load_stop(state, plan) - local
@@ -697,7 +697,7 @@ class Scheduler:
         if request.num_prompt_tokens >= self._few or request.skip_reading_prefix_cache:
             return False
         return self._has_no_documents(state) or (
-            self._roles.may_go_on(state) and self._roles.separators_after(state, 0) <= 1
+            self._classifier.may_go_on(state) and self._classifier.separators_after(state, 0) <= 1
         )
 
     def _has_no_documents(self, state: RequestState) -> bool:
@@ -722,7 +722,7 @@ class Scheduler:
         exact = (block + more) * self._block_size if more else 0
         if self._has_no_documents(state):
             return exact > 0
-        if not self._roles.may_go_on(state):
+        if not self._classifier.may_go_on(state):
             return False
         state.role, state.exact_hashes = Role.BLEND, list(request.block_hashes)
         cached = exact
@@ -732,7 +732,7 @@ class Scheduler:
             cached = state.revision.stop if state.revision else self._groups.cached_tokens(request.block_hashes)
         # A document lies between two separators, so one separator after the cached tokens ends a cached document.
         before = state.follow_up.blended_before or cached
-        if cached > known and self._roles.separators_after(state, before) <= 1:
+        if cached > known and self._classifier.separators_after(state, before) <= 1:
             return True
         if state.salts:
             set_hashes(request, state.exact_hashes)

@@ -30,7 +30,7 @@ MAX_NAMED = 8  # missing texts that a note names, each with its reason
 MOST_CHARACTERS = 64  # maximal number of characters of these texts for each token of the prompt; encoding takes time
 
 
-class Roles:
+class RequestClassifier:
     """Classifies requests. A refused request is served exactly and counted, and each reason is logged once."""
 
     def __init__(self, setup: Setup, counts: "Counter[str]", *, quiet: bool = False) -> None:
