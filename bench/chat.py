@@ -31,7 +31,7 @@ from vllm_server import SMALL_TEMPLATE, Server
 
 from lmc.blend.markers import Markers
 from lmc.blend.segments import document_tokens, split
-from lmc.commands.inspect import places, survey
+from lmc.commands.inspect import survey, tier_locations
 from lmc.config.settings import Settings
 from lmc.demo import REAL, SHIPPED
 from lmc.demo.questions import TOP, Collection, Question, Retriever, read_collection
@@ -162,7 +162,7 @@ def learn(folder: Path, url: str) -> dict[str, Any]:
 
 def stored_documents(disk: Path) -> int:
     """Return how many chunks of documents are on a disk."""
-    (place,) = places(disk)
+    (place,) = tier_locations(disk)
     return sum(meta.kind is RecordKind.DOCUMENT for held in survey(place)[0].values() for _, meta in held)
 
 

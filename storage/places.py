@@ -1,6 +1,7 @@
-"""The table of places where chunks can be. Metrics, KV events, reports and `lmc top` read it.
+"""The table of places where chunks can be: device memory, memory, and the tiers below it.
 
-A new tier needs a line here, and a class with the methods of a protocol in `lmc/storage/tiers/tier.py`.
+Metrics, KV events, reports and `lmc top` read it. A new tier needs a line here, and a class with the methods of a
+protocol in `lmc/storage/tiers/tier.py`.
 """
 
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A kind of memory, or a tier."""
+    """A kind of memory, or a tier below memory."""
 
     name: str
     title: str  # the name that is shown to people

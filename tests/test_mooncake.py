@@ -497,7 +497,7 @@ def test_a_command_gives_no_memory(monkeypatch):
     opened = []
     monkeypatch.setattr(opening, "open_remote", lambda _, remote, **given: opened.append(remote))
     monkeypatch.setenv("LMC_REMOTE_URL", "mooncake://master?global_segment_size=64gb")
-    (place,) = inspect.places(None)
+    (place,) = inspect.tier_locations(None)
     place.open(False)
     assert [remote.global_segment_size for remote in opened] == [0]
 

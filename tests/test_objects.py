@@ -41,7 +41,7 @@ from storage_fakes import (
 )
 from tier_contract import K0, K1, K2, ListedContract, read, write
 
-from lmc.commands.inspect import places
+from lmc.commands.inspect import tier_locations
 from lmc.config.remote_url import parse_remote_url
 from lmc.config.settings import Settings
 from lmc.errors import ChunkLost, ConfigError, CorruptRecord, TierUnusable
@@ -195,7 +195,7 @@ def test_a_shared_directory_of_the_settings_is_created(tmp_path):
 def test_inspection_does_not_create_a_shared_directory(tmp_path, monkeypatch):
     """It may be a mount that is missing."""
     monkeypatch.setenv("LMC_REMOTE_URL", f"file://{tmp_path}/away")
-    (place,) = places(None)
+    (place,) = tier_locations(None)
     with pytest.raises(TierUnusable, match="away: mount it"), place.opened():
         pass
     assert not (tmp_path / "away").exists()

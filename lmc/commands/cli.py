@@ -158,21 +158,23 @@ def check(
         if faults:
             raise typer.Exit(1)
         return
-    from lmc.commands.inspect import places
+    from lmc.commands.inspect import tier_locations
 
     unfixed, results = False, []
-    for place in places(directory):
-        with place.opened(change=fix) as tier:
+    for location in tier_locations(directory):
+        with location.opened(change=fix) as tier:
             records = sum(1 for _ in tier.entries())
             findings = tier.check(fix)
-        results.append({"place": place.name, "records": records, "findings": [asdict(finding) for finding in findings]})
+        results.append(
+            {"place": location.name, "records": records, "findings": [asdict(finding) for finding in findings]}
+        )
         unfixed |= any(not finding.fixed for finding in findings)
         if as_json:
             continue
         for finding in findings:
             console().print(Text(f"{finding.where}: {finding.problem}{' (removed)' if finding.fixed else ''}"))
         removed = ", all removed" if fix and findings else ""
-        console().print(Text(f"{place.name}: {records} records, {counted(len(findings), 'problem')}{removed}"))
+        console().print(Text(f"{location.name}: {records} records, {counted(len(findings), 'problem')}{removed}"))
     if as_json:
         print_json(results)
     if unfixed:
@@ -192,15 +194,15 @@ def stat(
     if server is not None:
         show_status(server, as_json=as_json)
         return
-    from lmc.commands.inspect import places, survey
+    from lmc.commands.inspect import survey, tier_locations
 
     if as_json:
-        print_json([holdings_summary(place.name, *survey(place)) for place in places(directory)])
+        print_json([holdings_summary(location.name, *survey(location)) for location in tier_locations(directory)])
         return
-    for place in places(directory):
-        holdings, unreadable = survey(place)
+    for location in tier_locations(directory):
+        holdings, unreadable = survey(location)
         out = console()
-        out.print(Text(place.name), holdings_table(holdings, narrow=out.width < WIDE_COLUMNS))
+        out.print(Text(location.name), holdings_table(holdings, narrow=out.width < WIDE_COLUMNS))
         if any(meta.model or meta.tenant for records in holdings.values() for _, meta in records):
             console().print(owners_table(holdings))
         if unreadable:
@@ -229,7 +231,7 @@ def clear(
     --namespace and --all remove pins, too. --unused-for and --keep leave the records of documents that are pinned on
     the disk. Buckets and shared directories only know when a record was written, and that counts as its use.
     """
-    from lmc.commands.inspect import old_records, places
+    from lmc.commands.inspect import old_records, tier_locations
     from lmc.documents.kept import forget_kept
     from lmc.storage.tiers.disk import DiskTier
 
@@ -237,20 +239,22 @@ def clear(
         raise InputError("set the records to remove: --namespace DIGITS, --unused-for TIME, --keep GIB, or --all")
     unused_seconds = None if unused_for is None else seconds_of(unused_for)
     with ExitStack() as open_tiers:
-        tiers = [(place, open_tiers.enter_context(place.opened(change=True))) for place in places(directory)]
+        tiers = [
+            (location, open_tiers.enter_context(location.opened(change=True))) for location in tier_locations(directory)
+        ]
         by_age = unused_for is not None or keep is not None
         if by_age:
             doomed, owner = old_records(tiers, unused_seconds, keep), ""
         else:
             doomed, owner = doomed_records(tiers, namespace)
         count = sum(map(len, doomed.values()))
-        names = " and ".join(place.name for place, _ in tiers)
+        names = " and ".join(location.name for location, _ in tiers)
         if not yes:
             typer.confirm(printable(f"Remove {counted(count, 'record')}{owner} from {names}?"), abort=True)
-        for place, tier in tiers:
+        for location, tier in tiers:
             if isinstance(tier, DiskTier) and not by_age:  # Otherwise pinned documents would be learned again.
-                forget_kept(tier.root, {key.hex() for key in doomed[place.name]}, namespace or "")
-        removed = sum(tier.delete(key) for place, tier in tiers for key in doomed[place.name])
+                forget_kept(tier.root, {key.hex() for key in doomed[location.name]}, namespace or "")
+        removed = sum(tier.delete(key) for location, tier in tiers for key in doomed[location.name])
     console().print(Text(f"removed {counted(removed, 'record')} from {names}"))
 
 
@@ -322,15 +326,15 @@ def doomed_records(
     from lmc.commands.inspect import find_namespace, survey
 
     if namespace is None:
-        return {place.name: [entry.key for entry in tier.entries()] for place, tier in tiers}, ""
+        return {location.name: [entry.key for entry in tier.entries()] for location, tier in tiers}, ""
     # `survey` opens tiers read-only. A tier that is open for changes would record a use of each record that it reads.
-    holdings = {place.name: survey(place)[0] for place, _ in tiers}
+    holdings = {location.name: survey(location)[0] for location, _ in tiers}
     digest = find_namespace(namespace, chain.from_iterable(holdings.values()))
-    of_place = {name: records.get(digest, []) for name, records in holdings.items()}
-    summary = _summary([*chain.from_iterable(of_place.values())])
+    of_location = {name: records.get(digest, []) for name, records in holdings.items()}
+    summary = _summary([*chain.from_iterable(of_location.values())])
     owner = f" of {summary['model']}" if summary["model"] else ""
     owner += f" for tenant {summary['tenant'][:SHOWN_TENANT_DIGITS]}" if summary["tenant"] else ""
-    return {name: [entry.key for entry, _ in records] for name, records in of_place.items()}, owner
+    return {name: [entry.key for entry, _ in records] for name, records in of_location.items()}, owner
 
 
 def holdings_table(holdings: "Holdings", *, narrow: bool = False) -> Table:
@@ -381,10 +385,10 @@ def _by_size(holdings: "Holdings") -> list[tuple[str, dict[str, Any]]]:
     return sorted(rows, key=lambda row: -row[1]["bytes"])
 
 
-def holdings_summary(place: str, holdings: "Holdings", unreadable: int) -> dict[str, Any]:
+def holdings_summary(location: str, holdings: "Holdings", unreadable: int) -> dict[str, Any]:
     """Return the contents of `holdings_table` as plain data, with whole digests and times in seconds since 1970."""
     namespaces = {digest.hex(): _summary(records) for digest, records in holdings.items()}
-    return {"place": place, "namespaces": namespaces, "unreadable": unreadable}
+    return {"place": location, "namespaces": namespaces, "unreadable": unreadable}
 
 
 def _summary(records: "Sequence[tuple[Entry, RecordMeta]]") -> dict[str, Any]:

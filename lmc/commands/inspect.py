@@ -51,7 +51,7 @@ class TierLocation:
             raise TierUnusable(f"{self.name}: {error}") from error
 
 
-def places(directory: Path | None) -> list[TierLocation]:
+def tier_locations(directory: Path | None) -> list[TierLocation]:
     """Return the tier in the directory, or the tiers of the settings. Raises `ConfigError` if there are none."""
     if directory is not None:
         return [_disk(directory)]
@@ -66,11 +66,11 @@ def places(directory: Path | None) -> list[TierLocation]:
     return locations
 
 
-def survey(place: TierLocation) -> tuple[Holdings, int]:
+def survey(location: TierLocation) -> tuple[Holdings, int]:
     """Return the records of a tier by namespace, and the number of records with unreadable headers."""
     holdings: Holdings = {}
     unreadable = 0
-    with place.opened() as tier:
+    with location.opened() as tier:
         entries = list(tier.entries())
         for number, entry in enumerate(entries):
             if number % MAX_ANNOUNCED_KEYS == 0:
@@ -97,12 +97,12 @@ def old_records(
     before = math.inf if unused_seconds is None else time.time() - unused_seconds
     pinned = {key for _, tier in tiers if isinstance(tier, DiskTier) for key in pinned_keys(tier.root)}
     found: dict[str, list[ChunkKey]] = {}
-    for place, tier in tiers:
-        if place.evicts:
-            raise InputError(f"{place.name} evicts by itself, and does not say when its records were used")
+    for location, tier in tiers:
+        if location.evicts:
+            raise InputError(f"{location.name} evicts by itself, and does not say when its records were used")
         entries = list(tier.entries())  # least recently used first
         beyond = math.inf if keep_gib is None else sum(entry.bytes for entry in entries) - keep_gib * GIB  # bytes
-        doomed = found.setdefault(place.name, [])
+        doomed = found.setdefault(location.name, [])
         for entry in entries:
             if entry.used >= before or beyond <= 0:
                 break

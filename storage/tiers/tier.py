@@ -1,4 +1,4 @@
-"""The contract of a tier: a place that keeps records by key, slower and larger than memory.
+"""The contract of a tier below memory: it stores records by key, and is slower and larger than memory.
 
 A missing key is an ordinary result, not an error. The same holds for `FileNotFoundError`, if a record disappears while
 it is read. A tier may raise `OSError` or `CorruptRecord`; only the store turns these into misses (`tier_guard.py`).
@@ -57,7 +57,7 @@ class RecordReader(Protocol):
 
 
 class Tier(Protocol):
-    """A place that keeps records."""
+    """A level of storage below memory. It stores records by key."""
 
     name: str
     shared: bool  # whether other processes also read and write there; a tier that is not shared is a `LocalTier`
