@@ -1,9 +1,10 @@
 """The settings: one frozen value that `Settings.load` makes once at start and passes down.
 
-Names are LMCache's where the meaning is the same, so its YAML files and environments work unchanged. The sources are,
-in rising priority: defaults, a YAML file (`LMC_CONFIG_FILE`, else `LMCACHE_CONFIG_FILE`), the environment (`LMCACHE_*`,
-then `LMC_*`), and overrides (an engine's extra options). Invalid settings raise `ConfigError` here, at the start.
-This module opens only the YAML file, and is independent of model and device.
+A field's name is the key in YAML, and in capitals after `LMC_` the environment variable. Names are LMCache's where the
+meaning is the same, so its YAML files and environments work unchanged. The sources are, in rising priority: defaults, a
+YAML file (`LMC_CONFIG_FILE`, else `LMCACHE_CONFIG_FILE`), the environment (`LMCACHE_*`, then `LMC_*`), and overrides
+(an engine's extra options). Invalid settings raise `ConfigError` here, at the start. This module opens only the YAML
+file, and is independent of model and device.
 """
 
 import logging
