@@ -64,7 +64,7 @@ class BlendResult:
     reused: int  # tokens whose KV is approximate unless they are recomputed; ratios refer to this number
     fresh: int
     computed: list[int]  # tokens computed in each layer, over all passes
-    repaired: list[torch.Tensor] = field(repr=False)  # per layer, positions of the reused tokens of the last pass
+    recomputed: list[torch.Tensor] = field(repr=False)  # per layer, positions of the reused tokens of the last pass
     charged: int = 0  # reused tokens that were computed, summed over layers and passes
 
     @property
@@ -99,8 +99,8 @@ class Blender(Generic[R]):
         self._documents = self._reused[:0]  # see `numbered`
         self._placed = 0  # number of layers whose stored parts have been placed
         reused, fresh, depth = self._reused, len(self._fresh), canvas.depth
-        repaired = [reused[:0]] * depth
-        self.result = BlendResult(reused=len(reused), fresh=fresh, computed=[0] * depth, repaired=repaired)
+        recomputed = [reused[:0]] * depth
+        self.result = BlendResult(reused=len(reused), fresh=fresh, computed=[0] * depth, recomputed=recomputed)
 
     def slices(self) -> Iterator[Slice]:
         """Run the blend, a slice at a time. Call under `torch.inference_mode()`."""
@@ -135,7 +135,7 @@ class Blender(Generic[R]):
 
     def _pass(self, positions: torch.Tensor, check: int | None = None) -> Iterator[Slice]:
         """Compute the tokens at these positions in every layer. At the layer `check`, fewer tokens go on."""
-        canvas, repaired = self._canvas, self._repaired(positions)
+        canvas, recomputed = self._canvas, self._recomputed(positions)
         # Stored parts arrive layer by layer. While some must still be placed, run layer by layer, too.
         placed = self._placed == canvas.depth + canvas.drafts or not self._given.placements
         through = canvas.compiled and check is None and placed
@@ -146,16 +146,16 @@ class Blender(Generic[R]):
         for shift in shifts:
             shift.begin()
         if through and rows is not None:
-            yield from self._pass_through(rows, shifts, repaired)
+            yield from self._pass_through(rows, shifts, recomputed)
             return
         for layer in range(canvas.depth):
             yield from self._place(layer)
             if rows is None:
                 continue
-            self._charge(layer, len(rows.positions), repaired)
+            self._charge(layer, len(rows.positions), recomputed)
             if layer == check:
                 rows = yield from self._check(layer, rows)
-                repaired = self._repaired(rows.positions)
+                recomputed = self._recomputed(rows.positions)
             for batch, shift in zip_longest(canvas.batches(rows), shifts):
                 canvas.run(layer, rows, batch, shift.attention(layer) if shift else None)
                 is_last = layer == canvas.depth - 1 and batch.stop == len(rows.positions) and not canvas.drafts
@@ -163,11 +163,11 @@ class Blender(Generic[R]):
                 yield finished._replace(coming=0) if is_last else finished
         yield from self._draft(rows, shifts)
 
-    def _pass_through(self, rows: R, shifts: Sequence[Shift], repaired: torch.Tensor) -> Iterator[Slice]:
+    def _pass_through(self, rows: R, shifts: Sequence[Shift], recomputed: torch.Tensor) -> Iterator[Slice]:
         """Compute these rows in all layers, batch after batch, since no row attends to a later batch."""
         depth = self._canvas.depth
         for layer in range(depth):
-            self._charge(layer, len(rows.positions), repaired)
+            self._charge(layer, len(rows.positions), recomputed)
         batches = list(zip_longest(self._canvas.batches(rows), shifts))
         costs = [depth * self._slice_of(0, batch, shift.cost if shift else 0).cost for batch, shift in batches]
         yield Slice(0, max(1, self._canvas.call_cost), coming=costs[0])
@@ -196,7 +196,7 @@ class Blender(Generic[R]):
         """Return the shift of the tokens that are not recomputed, for each batch of rows."""
         if rows is None or not len(self._documents):
             return []
-        batches = [self._repaired(rows.positions[batch]) for batch in self._canvas.batches(rows)]
+        batches = [self._recomputed(rows.positions[batch]) for batch in self._canvas.batches(rows)]
         return shifts_of(self._canvas, self._documents, batches)
 
     def _ask(self, paid: torch.Tensor) -> Iterator[Slice]:
@@ -300,15 +300,15 @@ class Blender(Generic[R]):
     def _slice_of(self, layer: int, batch: slice, extra_cost: int = 0) -> Slice:
         return Slice(layer, max(batch.stop - batch.start, self._canvas.call_cost) + extra_cost)
 
-    def _repaired(self, positions: torch.Tensor) -> torch.Tensor:
+    def _recomputed(self, positions: torch.Tensor) -> torch.Tensor:
         return positions[self._is_reused[positions]]
 
-    def _charge(self, layer: int, computed: int, repaired: torch.Tensor) -> None:
-        """Count the rows computed in a layer, and the reused tokens `repaired` among them."""
+    def _charge(self, layer: int, computed: int, recomputed: torch.Tensor) -> None:
+        """Count the rows computed in a layer, and the reused tokens `recomputed` among them."""
         self.result.computed[layer] += computed
-        self.result.charged += len(repaired)
-        if len(repaired):
-            self.result.repaired[layer] = repaired
+        self.result.charged += len(recomputed)
+        if len(recomputed):
+            self.result.recomputed[layer] = recomputed
 
 
 def _merged(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

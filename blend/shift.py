@@ -25,17 +25,17 @@ SINKS = 2  # Tokens computed at this many first positions are attention sinks, w
 class Shift:
     """The shift of the documents with recomputed tokens in the same batch of rows."""
 
-    def __init__(self, canvas: Canvas[Any], document: torch.Tensor, repaired: torch.Tensor) -> None:
-        """Prepare the shift of the documents with tokens among `repaired`. Call `begin` when the numbers are sent.
+    def __init__(self, canvas: Canvas[Any], document: torch.Tensor, recomputed: torch.Tensor) -> None:
+        """Prepare the shift of the documents with tokens among `recomputed`. Call `begin` when the numbers are sent.
 
         `document [N]` has the document number of each approximate token, in ascending order, and -1 for other tokens.
-        `repaired [T]` are the ascending positions of recomputed tokens. Both are on the host.
+        `recomputed [T]` are the ascending positions of recomputed tokens. Both are on the host.
         """
-        self._canvas, repaired = canvas, repaired[document[repaired] >= 0]
-        numbers, counts = torch.unique_consecutive(document[repaired], return_counts=True)
-        chosen = [group[:: -(-len(group) // MOST_EXAMPLES)] for group in repaired.split(counts.tolist())]
-        is_other = _are_among(document, numbers).index_fill_(0, repaired, False)
-        others, examples = is_other.nonzero().flatten(), torch.cat([repaired[:0], *chosen])
+        self._canvas, recomputed = canvas, recomputed[document[recomputed] >= 0]
+        numbers, counts = torch.unique_consecutive(document[recomputed], return_counts=True)
+        chosen = [group[:: -(-len(group) // MOST_EXAMPLES)] for group in recomputed.split(counts.tolist())]
+        is_other = _are_among(document, numbers).index_fill_(0, recomputed, False)
+        others, examples = is_other.nonzero().flatten(), torch.cat([recomputed[:0], *chosen])
         tokens = torch.bincount(document[others], minlength=int(document.max()) + 1)[numbers].tolist()
         self._spans = Spans.of(tokens, [len(group) for group in chosen], canvas.uploads)
         self._examples, self._others = canvas.slots(examples), canvas.slots(others)
@@ -83,9 +83,9 @@ def shifts_of(canvas: Canvas[Any], document: torch.Tensor, batches: Sequence[tor
     `document [N]` is that of `numbered`. A document is shifted with the first batch that has any of its tokens.
     """
     unshifted, shifts = document.clone(), []
-    for repaired in batches:
-        shifts.append(Shift(canvas, unshifted, repaired))
-        unshifted[_are_among(unshifted, unshifted[repaired])] = -1
+    for recomputed in batches:
+        shifts.append(Shift(canvas, unshifted, recomputed))
+        unshifted[_are_among(unshifted, unshifted[recomputed])] = -1
     return shifts
 
 

@@ -74,7 +74,7 @@ class Scene:
             self.slices = list(blender.slices())
         said = {
             name: getattr(blender.result, name)
-            for name in ("reused", "fresh", "computed", "repaired", "charged", "charged_budget")
+            for name in ("reused", "fresh", "computed", "recomputed", "charged", "charged_budget")
         }
         keys, values = zip(*canvas.kv, strict=True)
         return SimpleNamespace(keys=keys, values=values, logits=canvas.logits, **said)
@@ -204,13 +204,13 @@ def test_a_later_token_changes_no_earlier_key(strategy: str, monkeypatch: pytest
     after = scene.blend(policy)
 
     for layer in range(scene.layers.shape.layers):
-        assert torch.equal(before.repaired[layer], after.repaired[layer])
-        assert (before.repaired[layer] < last.start).any()
+        assert torch.equal(before.recomputed[layer], after.recomputed[layer])
+        assert (before.recomputed[layer] < last.start).any()
         assert torch.equal(before.keys[layer][:, : last.start], after.keys[layer][:, : last.start])
 
 
 def test_a_recomputed_key_equals_the_one_computed_with_no_future_at_all() -> None:
-    """The same canary from the other side: cutting the prompt behind a document leaves its repaired keys as they
+    """The same canary from the other side: cutting the prompt behind a document leaves its recomputed keys as they
     were.
     """
     model = random_model()
@@ -254,7 +254,7 @@ def test_a_document_at_position_zero_and_an_exact_prefix_stay_exact() -> None:
 
     assert result.reused == sum(len(span) for span in at_zero.segments.documents)
     for layer in range(4):
-        assert not torch.isin(torch.arange(first.stop), result.repaired[layer]).any()
+        assert not torch.isin(torch.arange(first.stop), result.recomputed[layer]).any()
         assert torch.allclose(
             result.keys[layer].transpose(0, 1)[: first.stop], wanted[layer][0][: first.stop], atol=1e-5
         )
@@ -271,7 +271,7 @@ def test_deviation_computes_everything_up_to_its_check_layer_and_the_same_tokens
 
     result = scene.blend(RecomputePolicy(strategy="deviation", ratio=0.2))
 
-    sets = [set(positions.tolist()) for positions in result.repaired]
+    sets = [set(positions.tolist()) for positions in result.recomputed]
     assert len(sets[0]) == len(sets[1]) == result.reused
     assert len(sets[2]) == int(result.reused * 0.2)
     assert sets[2] == sets[3] == sets[4] <= sets[1]
@@ -322,7 +322,7 @@ def test_nothing_stored_is_an_ordinary_prefill() -> None:
 @pytest.mark.parametrize("strategy", ["query", "union"])
 def test_query_and_union_repair_what_the_question_attends_to(strategy: str, seed: int) -> None:
     """Against the definition: max over question tokens, mean (`query`) or max (`union`) over heads, sum over layers, in
-    the first pass over unrepaired KV.
+    the first pass over KV that is not recomputed.
     """
     model = random_model(seed=seed)
     scene = Scene(model, documents_of(4, seed=seed), known={0, 1, 2, 3})
@@ -340,7 +340,7 @@ def test_query_and_union_repair_what_the_question_attends_to(strategy: str, seed
     evidence = Evidence(computed_at=computed_at, attention=scores[reused])
     wanted = reused[STRATEGIES[strategy](evidence, int(len(reused) * 0.2))]
 
-    chosen = scene.blend(RecomputePolicy(strategy=strategy, ratio=0.2)).repaired[0]
+    chosen = scene.blend(RecomputePolicy(strategy=strategy, ratio=0.2)).recomputed[0]
     assert chosen.tolist() == wanted.tolist()
 
 

@@ -1,4 +1,4 @@
-"""The shift gives to the tokens of a document that are not repaired what the repaired ones like them changed by."""
+"""The shift gives to the tokens of a document that are not recomputed what the recomputed ones like them changed by."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -96,9 +96,11 @@ def test_the_others_get_what_regression_predicts_from_their_own_document(stops, 
         Placement(at=13, tokens=8, first=8),
         Placement(at=30, tokens=20, first=0),
     ]
-    repaired = [6, 9, 12, 15, 20, 41, 44]
+    recomputed = [6, 9, 12, 15, 20, 41, 44]
     keys, values = canvas.k.clone(), canvas.v.clone()
-    batches = [[position for position in repaired if start <= position < stop] for start, stop in pairwise([0, *stops])]
+    batches = [
+        [position for position in recomputed if start <= position < stop] for start, stop in pairwise([0, *stops])
+    ]
     shifts = list(found_shifts(canvas, pieces, batches))
     for rows, found in zip(batches, shifts, strict=True):
 
@@ -111,8 +113,8 @@ def test_the_others_get_what_regression_predicts_from_their_own_document(stops, 
     # Position 6 is the second token of its document.
     documents = [(range(7, 21), estimating), (range(32, 50), [41, 44])]
     for tokens, rows in documents:
-        others = torch.tensor([one for one in tokens if one not in repaired])
-        shifted = torch.tensor([one for one in tokens if one not in rows])  # some are repaired in a later batch
+        others = torch.tensor([one for one in tokens if one not in recomputed])
+        shifted = torch.tensor([one for one in tokens if one not in rows])  # some are recomputed in a later batch
         center = at_zero(canvas, keys[shifted], shifted).mean(0).flatten()
 
         def regressors(chosen: torch.Tensor, center: torch.Tensor = center) -> torch.Tensor:
@@ -131,7 +133,7 @@ def test_the_others_get_what_regression_predicts_from_their_own_document(stops, 
 
 
 def test_tokens_change_as_those_that_are_like_them():
-    """A document has two kinds of tokens. Of each kind half is repaired, and the kinds change in opposite ways."""
+    """A document has two kinds of tokens. Of each kind half is recomputed, and the kinds change in opposite ways."""
     canvas = Tensors()
     kind = torch.arange(LENGTH) % 2 * 2.0 - 1
     direction = torch.randn(HEADS, DIM, generator=torch.Generator().manual_seed(1))
@@ -144,11 +146,11 @@ def test_tokens_change_as_those_that_are_like_them():
     )
     canvas.k = turned
     values = canvas.v.clone()
-    repaired = [one for one in range(4, LENGTH) if one % 4 < 2]
-    (found,) = found_shifts(canvas, [Placement(at=0, tokens=LENGTH, first=0)], [repaired])
+    recomputed = [one for one in range(4, LENGTH) if one % 4 < 2]
+    (found,) = found_shifts(canvas, [Placement(at=0, tokens=LENGTH, first=0)], [recomputed])
 
     def write() -> None:
-        canvas.v[repaired] += kind[repaired, None, None]
+        canvas.v[recomputed] += kind[recomputed, None, None]
 
     found.attention(1)(None, write, lambda: None)
     others = [one for one in range(4, LENGTH) if one % 4 >= 2]
@@ -159,14 +161,14 @@ def test_tokens_change_as_those_that_are_like_them():
 def test_the_tokens_that_are_alike_are_those_of_the_first_layer():
     """In the next layer other keys are stored, and the same share of each example's change is predicted."""
     canvas = Tensors()
-    repaired, others = [8, 9, 11, 12], [10, 13, 14]
-    (found,) = found_shifts(canvas, [Placement(at=5, tokens=10, first=0)], [repaired])
+    recomputed, others = [8, 9, 11, 12], [10, 13, 14]
+    (found,) = found_shifts(canvas, [Placement(at=5, tokens=10, first=0)], [recomputed])
     predictions = []
     for layer in (1, 2):
         values = canvas.v.clone()
 
         def write() -> None:
-            canvas.v[repaired] += torch.arange(1.0, 5)[:, None, None]
+            canvas.v[recomputed] += torch.arange(1.0, 5)[:, None, None]
 
         found.attention(layer)(None, write, lambda: None)
         predictions.append(canvas.v[others] - values[others])

@@ -519,7 +519,7 @@ def test_a_document_at_the_start_of_a_prompt_is_exact(cached: CachedModel) -> No
 
 @pytest.mark.parametrize("strategy", ["query", "union", "deviation", "head", "random", "none"])
 def test_what_is_stored_as_exact_after_approximate_blends_is_exact(cached: CachedModel, strategy: str) -> None:
-    """Long system texts that share a chunk, unknown documents of every length between known ones, little repaired."""
+    """Long system texts that share a chunk, unknown documents of every length between known ones, little recomputed."""
     learn(cached, DOCUMENTS)
     shuffle = random.Random(3)
     system = random_tokens(16, 500)

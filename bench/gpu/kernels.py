@@ -180,7 +180,7 @@ def placed(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> No
 
 
 def corrected(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> None:
-    """What the tokens that are not repaired get of the changes of the others."""
+    """What the tokens that are not recomputed get of the changes of the others."""
     ours, name, count = kernels_of(report.device), str(dtype).removeprefix("torch."), sizes.documents * sizes.tokens
     pages, row = pages_of(report, sizes, count, dtype), sizes.heads * sizes.dim * dtype.itemsize
     slots = torch.randperm(count, device=report.device)

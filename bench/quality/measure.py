@@ -132,7 +132,7 @@ class Lab:
                 "charged": report.charged_budget,
                 "seconds": {"ttft": report.seconds, **seconds.by_part},
             }
-            chosen[way.name] = [positions.tolist() for positions in report.repaired]
+            chosen[way.name] = [positions.tolist() for positions in report.recomputed]
         for cached in self._models.values():
             cached.engine.forget_all()
         row = {"key": case.key, "task": case.task, "variant": case.variant, "question": case.question}

@@ -312,8 +312,8 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         cache = self._cache_of(canvas.kv)
         cache.lmc_approximate = result.reused > 0
         counts = {"computed": tuple(result.computed), "loaded": dict(loaded), "exact": exact, "reused": result.reused}
-        repaired = {"charged_budget": result.charged_budget, "repaired": tuple(result.repaired)}
-        return canvas.logits, cache, counts | repaired
+        recomputed = {"charged_budget": result.charged_budget, "recomputed": tuple(result.recomputed)}
+        return canvas.logits, cache, counts | recomputed
 
     def _by_model(self, prompt: list[int], plan: Plan) -> Computed:
         """Prefill with the model itself: the tokens after an exact prefix, or the whole prompt."""

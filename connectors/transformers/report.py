@@ -23,7 +23,7 @@ class Report:
     unknown: int  # number of documents that were not stored; they are learned later if memory has room for them
     seconds: float  # time until the logits were computed
     skipped: int = 0  # number of stored tokens that were computed, because that was expected to be faster
-    repaired: tuple[torch.Tensor, ...] = field(default=(), repr=False)  # positions of recomputed tokens, by layer
+    recomputed: tuple[torch.Tensor, ...] = field(default=(), repr=False)  # positions of recomputed tokens, by layer
     note: str = ""  # why the prefill differs from what the caller requested
 
 

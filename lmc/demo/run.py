@@ -236,7 +236,7 @@ def draw(cached: CachedModel, asked: Asked, prefills: dict[How, Prefilled], toke
     length = len(example.prompt) - 1  # a cache ends before the last token
     segments = split(example.prompt, cached.markers)
     rows, marks = [], []
-    for layer, recomputed in enumerate(prefills["blend"].report.repaired):
+    for layer, recomputed in enumerate(prefills["blend"].report.recomputed):
         exact = prefills["full"].cache.layers[layer].keys[0, :, :length]
         blind = prefills["reuse"].cache.layers[layer].keys[0, :, :length]
         rows.append([*((blind - exact).float().norm(dim=(0, 2)) / exact.float().norm(dim=(0, 2))).tolist(), 0.0])

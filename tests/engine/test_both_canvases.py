@@ -214,7 +214,7 @@ def test_the_same_tokens_and_the_same_kv(lab, model, given, policy):
     other, paged_kv, paged_logits = paged(lab, model, given, policy, BatchRows(rows))
     assert (one.reused, one.fresh, one.charged) == (other.reused, other.fresh, other.charged)
     assert one.computed == other.computed
-    assert [a.tolist() for a in one.repaired] == [b.tolist() for b in other.repaired]
+    assert [a.tolist() for a in one.recomputed] == [b.tolist() for b in other.recomputed]
     difference = max(float((a - b).abs().max()) for a, b in zip(kv, paged_kv, strict=True))
     assert difference <= SAME
     assert float((logits - paged_logits[: len(logits)]).abs().max()) <= SAME
@@ -230,7 +230,7 @@ def test_rows_that_go_through_all_layers_at_once_leave_the_same(lab, model, give
     other, through_kv, through_logits = paged(lab, model, given, policy, BatchRows(ROWS, ROWS))
     assert bool(calls) == (policy.strategy in NEEDS_QUESTION), "only where all documents were placed by a first pass"
     assert (one.computed, one.charged) == (other.computed, other.charged)
-    assert [a.tolist() for a in one.repaired] == [b.tolist() for b in other.repaired]
+    assert [a.tolist() for a in one.recomputed] == [b.tolist() for b in other.recomputed]
     assert max(float((a - b).abs().max()) for a, b in zip(kv, through_kv, strict=True)) <= SAME
     assert float((logits - through_logits).abs().max()) <= SAME
 
@@ -240,8 +240,8 @@ def test_a_border_of_batches_inside_a_document_changes_nothing(lab, model, monke
     """The dense canvas has one batch for all rows, and the documents of the paged canvas are corrected as there."""
     policy, given = RecomputePolicy(strategy="union", correction="shift"), CASES["documents"]
     result, kv, logits = dense(model, given, policy)
-    border = int((result.repaired[-1] < given.stored[-1].placement.at + SINKS).sum())
-    size = (border + len(result.repaired[-1])) // 2  # A batch of so many rows would end inside the last document.
+    border = int((result.recomputed[-1] < given.stored[-1].placement.at + SINKS).sum())
+    size = (border + len(result.recomputed[-1])) // 2  # A batch of so many rows would end inside the last document.
     cuts, batches = [], PagedCanvas.batches
     monkeypatch.setattr(
         PagedCanvas, "batches", lambda self, rows: [cuts.append(batches(self, rows)), batches(self, rows)][1]

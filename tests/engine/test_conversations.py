@@ -50,7 +50,7 @@ def test_turns_that_go_on_from_a_blend_that_repairs_everything_are_exact(lab, st
 
 @pytest.fixture
 def revise(lab, monkeypatch):
-    """A function to revise blends with a ratio, also where every token was repaired."""
+    """A function to revise blends with a ratio, also where every token was recomputed."""
 
     def revise(ratio):
         if lab.is_windowed:

@@ -1,4 +1,4 @@
-"""What repaired tokens have changed by, and what the others of their documents get of it."""
+"""What recomputed tokens have changed by, and what the others of their documents get of it."""
 
 import pytest
 import torch
