@@ -49,7 +49,7 @@ class Staging:
         return torch.cuda.current_stream(self._stream.device)
 
     def begin(self, layer: int) -> None:
-        """Issue the copies of a layer, unless they have been issued. Layer − `SIDES` must have been placed."""
+        """Issue the copies of a layer, unless they have been issued. The layer `SIDES` before it must be placed."""
         if layer in self._copied:
             return
         with torch.cuda.stream(self._stream):

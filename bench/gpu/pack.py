@@ -132,7 +132,7 @@ def download(wheels: Path, wanted: Sequence[str], python: str) -> None:
 
 
 def files_of(wheel: Path, capability: int) -> Iterator[tuple[str, bytes]]:
-    """Yield the names and the contents of the files of a wheel that are wanted."""
+    """Yield the names and the contents of the files of a wheel that the kit needs."""
     from gpu.thin import thinned
 
     ours = _name(wheel.name) == "vllm"

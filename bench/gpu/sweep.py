@@ -246,7 +246,10 @@ class Sweep:
             yield tuned
 
     def _timed(self, work: Callable[[], Any], *, wanted: torch.Tensor | None = None, **what: Any) -> float:
-        """Record the time of some work, and its difference from what is wanted. Some tiles do not fit into the GPU."""
+        """Record the time of some work, and the difference of its result from the expected one.
+
+        Work whose tiles do not fit into the GPU is recorded as failed.
+        """
         try:
             found = work()
             took = self.us(work)

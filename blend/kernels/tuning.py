@@ -123,10 +123,10 @@ CONSUMER_BLACKWELL = AMPERE._replace(
 
 @cache
 def tuning_for(capability: int) -> Tuning:
-    """Return the numbers for a compute capability (90 for 9.0).
+    """Return the tuning for a compute capability (90 for 9.0).
 
-    GPUs of 8.6 have those of 8.0. Those of 8.9 have as little shared memory as 12.0, and convert fp8, which takes
-    registers: without the tiles of 12.0, programs for caches in fp8 spill in Triton 3.9.
+    GPUs of 8.6 use the tuning of 8.0, and GPUs of 8.9 that of 12.0: they have as little shared memory, and converting
+    fp8 takes registers. With the tiles of 8.0, programs for caches in fp8 spill in Triton 3.9.
     """
     if capability >= 120 or capability == 89:
         return CONSUMER_BLACKWELL
@@ -137,7 +137,7 @@ def tuning_for(capability: int) -> Tuning:
 
 @cache
 def tuning_of(device: torch.device) -> Tuning:
-    """Return the numbers for a device. Those of Hopper are used without a GPU, as in Triton's interpreter."""
+    """Return the tuning for a device. Without a GPU, as in Triton's interpreter, it is that of Hopper."""
     if device.type != "cuda":
         return HOPPER
     major, minor = torch.cuda.get_device_capability(device)

@@ -160,7 +160,7 @@ class Adviser:
         return (f"{command}    ({effect})",)
 
     def _marks(self) -> tuple[str, ...]:
-        """Return how applications say where documents are in prompts."""
+        """Return how an application marks documents in its prompts: by separators, or by a field of its request."""
         separator = self.engine.settings.blend_special_str
         quoted = json.dumps(separator)
         repeated = "or set blend_find: repeated (LMC_BLEND_FIND=repeated), and lmc learns what prompts repeat"

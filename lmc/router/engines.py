@@ -124,7 +124,7 @@ class EngineBreaker:
     def passed(self) -> None:
         """Record a passed health check: a trial may start at once, and a running trial closes the breaker."""
         self.until = 0.0
-        if self.trying:  # The engine is up and computing. The next failure opens the breaker again.
+        if self.trying:  # The engine responds while it computes the trial. One more failure opens the breaker.
             self.failures, self.trying = BREAKER_FAILURES - 1, False
 
     def failed(self, now: float, *, trial: bool = False) -> None:

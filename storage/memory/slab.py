@@ -223,9 +223,9 @@ class Slab:
         return os.pread(self.file, size, (row + slot * step) * self.stride)
 
     def seal(self, slot: Slot, size: int) -> None:
-        """Finish a slot that was filled with parts of `size` bytes.
+        """Zero the padding of a slot that was filled with parts of `size` bytes.
 
-        The rest of each part's last block is zeroed, so that no bytes of an older chunk are stored with the new chunk.
+        The padding is the rest of each part's last block. No bytes of an older chunk are then stored with the new one.
         """
         end = aligned(size)
         if end != size:
