@@ -129,8 +129,8 @@ def test_a_blend_borrows_a_block_for_the_last_token_if_the_engine_has_allocated_
     borrowed = groups.completed(tables, [], 0, 0, tokens)
     assert [table[:-1] for table in borrowed.tables] == [tuple(table) for table in tables]
     assert all(map(all, borrowed.tables))
-    groups.let_go([groups.pool.blocks[number] for table in tables for number in table])
-    groups.let_go(borrowed.blocks)
+    groups.release([groups.pool.blocks[number] for table in tables for number in table])
+    groups.release(borrowed.blocks)
     assert groups.pool.get_num_free_blocks() == free
 
 

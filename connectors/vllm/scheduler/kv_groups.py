@@ -144,14 +144,14 @@ class KVGroups:
         for group, at in (place for place in lacking if place[1] < first_new):
             cached = self.pool.get_cached_block(hashes[at], [group])
             if not cached:
-                self.let_go(borrowed)
+                self.release(borrowed)
                 return None
             self.pool.touch(cached)
             borrowed += cached
             whole[group][at] = cached[0].block_id
         fresh = [place for place in lacking if place[1] >= first_new]
         if len(fresh) > self.pool.get_num_free_blocks():
-            self.let_go(borrowed)
+            self.release(borrowed)
             return None
         new = self.pool.get_new_blocks(len(fresh)) if fresh else []
         for (group, at), block in zip(fresh, new, strict=True):
@@ -176,10 +176,10 @@ class KVGroups:
                     blocks = [self.pool.blocks[number] for number in table]
                     self.pool.cache_full_blocks(request, blocks, new[0], new[-1] + 1, self.block_size, group)
         finally:
-            self.let_go(borrowed.blocks)
+            self.release(borrowed.blocks)
 
-    def let_go(self, blocks: Sequence[Any]) -> None:
-        """Stop holding blocks, the last ones first, so that the engine evicts these first."""
+    def release(self, blocks: Sequence[Any]) -> None:
+        """Release blocks, the last ones first, so that the engine evicts these first."""
         self.pool.free_blocks(reversed(blocks))
 
 

@@ -471,7 +471,7 @@ class Scheduler:
             state = self._states.get(request)
             if state is not None and state.copied:
                 held, state.copied = state.copied, ()
-                self._groups.let_go(held)
+                self._groups.release(held)
             if state is None or state.borrowed is None:
                 continue
             borrowed, state.borrowed = state.borrowed, None

@@ -107,7 +107,7 @@ class DiskTier:
         lock = -1 if read_only else files.take_directory(self.root, [self._records, self._tmp], capacity)
         self._lock_file = lock
         # The lock is released even without a call of `close`, for the next tier in this process.
-        self._let_go = weakref.finalize(self, files.give_directory_back, lock)
+        self._unlock = weakref.finalize(self, files.give_directory_back, lock)
         self._rows: DiskIndex | None = None
         self._loaded = False  # The index was complete, or has been compared with the directory.
         self._comparing: threading.Thread | None = None
@@ -476,7 +476,7 @@ class DiskTier:
         if self._rows is not None:
             self.apply_uses()
             self._rows.close(complete=self._loaded)
-        self._let_go()
+        self._unlock()
 
     def _probe(self) -> None:
         """Raise `OSError` if the directory cannot be read, or if another one is in its place.
