@@ -49,10 +49,10 @@ class LayerAttention:
 
 
 def absorbed(query: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
-    """Return the queries of a latent layer `[T, Q, D]` that fit its rotated keys and latent vectors, side by side.
+    """Return the queries of a latent layer in the form of its keys: rotated dimensions, then those of latent vectors.
 
-    A query has the dimensions that are not rotated first. `projection [Q, D, L]` makes keys of latent vectors; here it
-    is applied to queries instead (DeepSeek-V2, arXiv 2405.04434, 2.1.2).
+    In `query [T, Q, D]`, the dimensions that are not rotated come first. `projection [Q, D, L]` makes keys of latent
+    vectors; here it is applied to queries instead (DeepSeek-V2, arXiv 2405.04434, 2.1.2).
     """
     plain, rotated = query.tensor_split((projection.shape[1],), dim=-1)
     latent = torch.bmm(plain.transpose(0, 1), projection).transpose(0, 1)

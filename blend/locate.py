@@ -14,7 +14,7 @@ from lmc.blend.turn_headers import Tokens
 from lmc.keys import common_prefix
 
 BEFORE, AFTER = ("a ", "a\n", 'a"'), (" b", "\nb", '"b')  # surroundings that pretokenizers treat differently
-END_CHARACTERS = 400  # of a text; its surroundings change tokens only there
+END_CHARACTERS = 400  # Surroundings change the tokens of a text only in this many characters at its ends.
 MIN_TOKENS = 4  # minimum number of tokens that a text has in all surroundings
 MAX_PLACES = 100  # maximum number of places of one text, because the engine makes no step meanwhile
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from lmc.keys import common_prefix
 
-LONG = 512  # tokens from which on numpy is faster than a loop
+LONG = 512  # minimum number of tokens at which numpy is faster than a loop
 Tokens = Sequence[int]
 Variants = tuple[tuple[int, ...], ...]
 

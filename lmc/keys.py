@@ -22,7 +22,7 @@ FORMAT = 1  # version of the format of chunks and records; chunks of another ver
 TENANT_DIGITS = 16  # hexadecimal digits of a tenant's name
 LONGEST_MODEL = 100  # characters of a model's name
 LONGEST_NAME = 500  # characters of the name that a user gives a document
-UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}  # of times that people write, such as 7d
+UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}  # seconds in the units of durations such as 7d
 MAX_TTL_SECONDS = 100 * 365 * 86400  # time limits of documents are shorter
 
 

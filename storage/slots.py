@@ -308,7 +308,7 @@ class SlotPool:
         self._order.release(slot)
 
     def end_quarantine(self) -> None:
-        """Allow the use of the quarantined slots, which have no memory any more."""
+        """Allow the use of the quarantined slots, after their memory was freed."""
         self._unassigned += reversed(self.quarantined)
         self._quarantined = set()
 

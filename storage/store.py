@@ -31,7 +31,7 @@ from lmc.storage.tiers.tier_guard import TierGuard
 from lmc.storage.writer import Writer
 
 SPREAD_SECONDS = 30.0  # the time limit to load one chunk, and again to write it to the tiers that lack it
-ANSWER_SECONDS = 1.0  # that `spread` waits for a slow tier to say what it has
+ANSWER_SECONDS = 1.0  # time for which `spread` waits for a slow tier to say what it has
 LOADING_CLIENTS = 2  # the number of a cache server's clients that can load at the same time with all their threads
 
 

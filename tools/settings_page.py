@@ -88,7 +88,7 @@ VARIABLES = """
 ## Environment variables
 
 These belong to a process and are not in the YAML file. `lmc config` shows them below the settings. An
-invalid level is a warning at start, and any other invalid value an error.
+invalid log level causes a warning at start, and any other invalid value an error.
 
 | variable | effect |
 |---|---|

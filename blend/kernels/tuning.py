@@ -50,7 +50,7 @@ class Tuning(NamedTuple):
     programs: int  # minimal number of programs that keep a GPU busy until the last one ends
     steps: int  # maximal number of steps of a program, if programs share keys
     fewest_keys: int  # minimal number of keys per program, if programs share keys
-    many: int  # number of programs of "many rows" from which on they are used
+    many: int  # minimum number of programs for the tiles of "many rows"
     tiles: Mapping[Kind, Tile]
 
     def shares(self, programs: int, keys: int, step: int) -> int:

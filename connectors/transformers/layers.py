@@ -23,8 +23,8 @@ from lmc.connectors.transformers.hf import cache_argument, is_latent, max_positi
 from lmc.engine.identity import rope_name
 from lmc.errors import UnsupportedModel
 
-NAME = "lmc"  # of lmc's attention function in transformers
-BODY = "embed_tokens", "layers", "norm", "rotary_emb"  # of a model, which lmc calls
+NAME = "lmc"  # name of lmc's attention function in transformers
+BODY = "embed_tokens", "layers", "norm", "rotary_emb"  # modules of a model that lmc calls
 KINDS = {"full_attention", "sliding_attention"}  # layers whose keys are hidden by nothing but a window
 
 # A function that gets query [T, Q, D], key and value [T, H, D], and the other arguments of the attention function. It

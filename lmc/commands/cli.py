@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from lmc.storage.tiers.tier import Entry, ListedTier
 
 USES = "oldest use, UTC", "latest use, UTC"  # columns
-WIDE_COLUMNS = 110  # of a terminal that has room for date and time in one line
-MANY_GIB = 1000  # from which on a table has no fractions of GiB
+WIDE_COLUMNS = 110  # width of a terminal that has room for date and time in one line
+MANY_GIB = 1000  # A table with at least this many GiB has no fractions of GiB.
 FAILED = 2  # exit code after an `LmcError` or a wrong command line
 # click's UsageError. Since typer 0.29 it comes from typer's private copy of click, which has no types.
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]

@@ -20,7 +20,7 @@ from lmc.keys import ChunkKey, RecordKind, tokens_digest
 from lmc.storage.change_log import Changes, media_steps
 
 MAX_UNKNOWN = 4096  # chunks that are looked up again
-UNREAD = -1  # before all entries of a change log, which then lists everything that is stored
+UNREAD = -1  # a number before all entries of a change log: reading from it lists everything that is stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

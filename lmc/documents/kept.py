@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 FILE = "documents.sqlite"
 KEY = 32  # bytes of a chunk's key
-VERSION = 1  # of the table
+VERSION = 1  # version of the table
 PATIENCE_SECONDS = 1.0  # A command that reads the database may hold its lock for a moment. The keeper tries again.
 TABLE = """
 CREATE TABLE IF NOT EXISTS kept (

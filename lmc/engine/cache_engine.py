@@ -49,7 +49,7 @@ from lmc.storage.tiers.record import RecordMeta
 
 Part = tuple[torch.Tensor, torch.Tensor]  # keys and values of a chunk's tokens in one layer
 
-LEAST_AGAIN = 0.25  # of an evicted document that a prompt must have, so that the whole document is learned again
+LEAST_AGAIN = 0.25  # A prompt with this share of an evicted document lets the whole document be learned again.
 LEAST_PART = 16  # A document that fills a smaller part of its chunk is not worth the memory of a whole one.
 SHORTER = 8  # A document that is given as a text may lack its first and its last word, of at most this many tokens.
 
@@ -87,7 +87,7 @@ class CacheEngine:
         self.store = store
         self.server = store if isinstance(store, DocumentServer) else None  # None for a store in this process
         self.index = CacheIndex()
-        self.least_tokens = self.chunk_size // LEAST_PART  # from which on a document of a prompt is learned
+        self.least_tokens = self.chunk_size // LEAST_PART  # A shorter document of a prompt is not learned.
         self.learning = LearnQueue(self.store.slots * self.chunk_size, self.chunk_size)
         self.recalled: dict[ChunkKey, str] = {}  # `NewChunk.details` of the records on disk
         self.background = Background()

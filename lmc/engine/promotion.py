@@ -27,8 +27,8 @@ REMEMBERED = 4096  # chunks that were skipped once
 LONGEST_WAIT = 10.0
 FIRST_WAIT = RUNNING_SECONDS
 POLL_SECONDS = 0.05
-ANSWER_SECONDS = 5.0  # that a slow tier may take to say that it still has the chunks
-MAX_SECONDS = 600.0  # for a load, which may hang
+ANSWER_SECONDS = 5.0  # timeout for a slow tier to say that it still has the chunks
+MAX_SECONDS = 600.0  # timeout for a load, which may hang
 SLOTS_SHARE = 4  # A promotion holds at most a fourth of the slots that are free.
 
 

@@ -17,7 +17,7 @@ from lmc.storage.contract import StoredChunk
 log = logging.getLogger(__name__)
 
 START_SECONDS = 0.2
-BATCH = 256  # chunks after which new documents can be found in prompts
+BATCH = 256  # New documents can be found in prompts after each batch of this many chunks.
 
 
 class Recall:

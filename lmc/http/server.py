@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 START_SECONDS = 60.0  # timeout for the start of a server; enough even while the process loads a model
 STOP_SECONDS = 10.0  # timeout for the shutdown of a server
-GRACE_SECONDS = 2.0  # until requests that are being answered are cancelled at a shutdown
+GRACE_SECONDS = 2.0  # At a shutdown, requests in flight are cancelled after this time.
 MAX_BODY_BYTES = 16 * MIB  # default limit for a request body
 MAX_CONNECTIONS = 256
 BODY_SECONDS = 30.0  # timeout for the next piece of a request body

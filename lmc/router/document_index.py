@@ -18,7 +18,7 @@ from lmc.router.prefix_hashes import leading
 from lmc.storage.places import place_of
 
 PREFIX_SHARE = 0.5  # share of a cache's tokens that prompt beginnings may take in this index
-LEARNING_SECONDS = 10.0  # that a document may take until it is stored after its request was sent
+LEARNING_SECONDS = 10.0  # time in which a document should be stored after its request was sent
 FAR = 0.7  # weight of a reused token that is not in memory
 MEDIUM_WEIGHTS = {"GPU": 1.0, "CPU": 1.0, "STORAGE": FAR}  # weight by medium, as in events
 MAX_EVICTED = 10_000  # recently evicted documents that are remembered per cache

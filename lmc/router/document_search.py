@@ -25,12 +25,12 @@ from lmc.router.fair_lru import FairLru
 from lmc.router.policy_types import FoundDocument, PromptRequest
 from lmc.router.prefix_hashes import encoded
 
-MAX_BYTES = 64 << 20  # of the documents as tokens, and of the documents as words
-ENTRY_BYTES = 600  # that a document takes besides its tokens; measured with 100,000 short ones
+MAX_BYTES = 64 << 20  # limit for the documents as tokens, and again for the documents as words
+ENTRY_BYTES = 600  # memory of a document besides its tokens; measured with 100,000 short documents
 MAX_NAMES = 8  # models of a document; a client may name any number of them
-SEARCH_SECONDS = 0.05  # that a request waits for a search
+SEARCH_SECONDS = 0.05  # longest wait of a request for a search
 MAX_QUEUED_SEARCHES = 32  # prompts that wait for a search; others are not searched
-MAX_PROMPT_TOKENS, MAX_PROMPT_CHARACTERS = 1 << 18, 1 << 19  # of a prompt that are searched
+MAX_PROMPT_TOKENS, MAX_PROMPT_CHARACTERS = 1 << 18, 1 << 19  # searched part of a prompt
 # A word, or one character of a script without blanks between words, and the white space before it.
 WORD = re.compile(r"\s*(?:[^\W\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\U0010ffff]+|\S)")
 

@@ -32,7 +32,7 @@ class EngineAddress(NamedTuple):
     """The addresses of an engine, with its configured models and cache."""
 
     url: str
-    models: frozenset[str] = frozenset()  # that it serves; if empty, the router reads /v1/models
+    models: frozenset[str] = frozenset()  # names of the models that it serves; if empty, the router reads /v1/models
     cache: str = ""  # the name of its cache; engines of one cache server share one name
     admin: str = ""  # its LMC_ADMIN endpoint
     kv_events: str = ""  # address of its KV events, and after a + their replay address

@@ -9,7 +9,7 @@ import xxhash
 FORM_TYPE = "multipart/form-data"
 BOUNDARY = re.compile(r'boundary=(?:"([^"]{1,200})"|([^\s";]{1,200}))', re.IGNORECASE)
 PARAMETER = re.compile(rb';\s*(\w+)=(?:"([^"]*)"|([^";]*))')
-MAX_FORM_PARTS = 1000  # that are read, as in vLLM
+MAX_FORM_PARTS = 1000  # parts of a form that are read, as in vLLM
 MAX_PART_HEADER_BYTES, MAX_FIELD_BYTES = 4096, 1024
 HEADERS_END = b"\r\n\r\n"
 
@@ -58,7 +58,7 @@ def _parts(body: bytes, content_type: str) -> Iterator[tuple[int, int]]:
 
 
 def _name(headers: bytes) -> str:
-    """Return the name of a part, which its headers have; empty if it is missing."""
+    """Return the name of a part from its headers; empty if they have none."""
     for header in headers.split(b"\r\n"):
         kind, _, value = header.partition(b":")
         if kind.strip().lower() == b"content-disposition":

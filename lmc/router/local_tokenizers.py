@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 MAX_QUEUED_PROMPTS = 16  # prompts in the queue per process; engines tokenize more
 PROMPT_SECONDS = 5.0  # timeout for one prompt
-RESTART_SECONDS = 1.0  # before processes are restarted
+RESTART_SECONDS = 1.0  # pause before failed processes are restarted
 LOAD_SECONDS = 120.0  # timeout in seconds for reading the tokenizers
 # Fields of a conversation that are passed on. Clients must not pass others to a template or a tokenizer.
 LOCAL_CHAT_FIELDS = {"model", "messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}

@@ -11,7 +11,7 @@ import xxhash
 
 from lmc.router.prefix_hashes import encoded
 
-MAX_KEY_CHARACTERS = 128  # of a tenant's or a session's name that is stored as it is
+MAX_KEY_CHARACTERS = 128  # A longer name of a tenant or a session is stored as its hash.
 
 
 class FoundDocument(NamedTuple):

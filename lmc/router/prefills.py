@@ -18,22 +18,22 @@ MEASURED_TOKENS = 256  # smaller prompts are not measured, because every request
 # Generating a token takes an engine as long as computing a few hundred tokens of a prompt, at most. Other answers give
 # a lower bound of the rate.
 COMPUTED_PER_GENERATED = 256
-MAX_RECENT_PREFILLS = 256  # that one measurement may cover
+MAX_RECENT_PREFILLS = 256  # maximum number of prefills that one measurement may cover
 MIN_MEASUREMENTS, MAX_MEASUREMENTS = 3, 7  # numbers of measurements whose median is an engine's rate
 MAX_BOUNDS = 64  # lower bounds; the median of the highest quarter is an engine's rate until it is measured
-MEASUREMENT_SECONDS = 300.0  # after which a measurement or a bound expires
+MEASUREMENT_SECONDS = 300.0  # A measurement or a bound expires after this time.
 
 
 @dataclass(slots=True, eq=False)
 class Prefill:
     """The prompt of one request at an engine."""
 
-    tokens: float  # that the engine is expected to compute, or has computed according to its answer
+    tokens: float  # tokens that the engine is expected to compute, or has computed according to its answer
     sent: float  # time
     streamed: bool
     begun: float | None = None  # time of the first token of a stream, or of the whole answer
-    seconds: float = 0.0  # in which it was computed, with other prompts
-    tokens_in_all: float = 0.0  # that were computed in these seconds
+    seconds: float = 0.0  # time in which it was computed, together with other prompts
+    tokens_in_all: float = 0.0  # all tokens that were computed in these seconds
 
 
 class PrefillQueue:

@@ -41,7 +41,7 @@ RESPONSES = "/v1/responses"
 RESPONSE_PATH = re.compile(rf"{RESPONSES}/([\w.-]{{1,128}})(/cancel|/input_items)?", re.ASCII)
 RESPONSE_ID = re.compile(rb'"id":\s*"(resp_[\w.-]{1,123})"')
 MAX_RESPONSES = 100_000  # whose engines are remembered
-TOKEN_FIELDS = "prompt_token_ids", "token_ids", "prompt", "input"  # that may have token ids
+TOKEN_FIELDS = "prompt_token_ids", "token_ids", "prompt", "input"  # fields of a request that may have token ids
 # Texts of /score, /rerank and /v2/embed.
 SCORED_FIELDS = (
     "query", "queries", "text_1", "data_1", "documents", "items", "text_2", "data_2", "texts", "inputs",

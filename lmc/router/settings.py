@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from lmc.http.server import bearer_token
 from lmc.shapes import MIB
 
-NAME_DIGITS = 12  # of the name that hides an engine's address
+NAME_DIGITS = 12  # length of the name that hides an engine's address
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 

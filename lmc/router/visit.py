@@ -30,7 +30,7 @@ UNKNOWN_DOCUMENTS_FIELD = re.compile(rb'(?<!\\)"unknown_documents":\s*\d')  # th
 TOKENS_FROM_FIELD = re.compile(rb'(?<!\\)"tokens_from":\s*(\{[^{}]{0,500}\})')
 
 EARLY_EVENTS = frozenset({b"response.created", b"response.in_progress", b"response.queued", b"ping"})
-MAX_EVENT_LINE_BYTES = 64  # of a line that are read, to see which event begins
+MAX_EVENT_LINE_BYTES = 64  # part of a line that is read to see which event begins
 
 
 class EngineFailed(Exception):

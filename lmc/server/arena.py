@@ -33,7 +33,7 @@ from lmc.storage.tiers.tier_guard import TierGuard
 AHEAD_BYTES, AHEAD_SHARE = GIB, 8  # memory that an arena allocates ahead: at most this, and 1/8 of the budget
 MAX_NAMESPACES = 1 << 14  # limit for remembered namespaces
 AHEAD_SECONDS = 0.005  # delay between the first stored chunk and the allocation of memory for the next chunks
-NO_MEMORY_SECONDS = 5.0  # during which an arena allocates no memory, after the system had none
+NO_MEMORY_SECONDS = 5.0  # pause of an arena's allocations after the system had no memory
 CLEARED_TOGETHER = 256  # chunks; chunks that are stored meanwhile do not wait for more deletions
 MAX_CHUNK_SIZES = 64  # limit for the different chunk sizes (in tokens) that are tried for a document
 

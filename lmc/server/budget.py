@@ -55,7 +55,7 @@ class Budget:
             self.wanting.discard(layout)
 
     def count(self, layout: ChunkLayout, slots: int) -> None:
-        """Add the bytes of `slots` slots, which may be negative, to an arena. Forgotten arenas have nothing to give."""
+        """Add the bytes of `slots` slots, which may be negative, to an arena. A closed arena gives no slots back."""
         with self._lock:
             if slots >= 0 or layout in self.taken:
                 self.taken[layout] += slots * layout.slot_bytes

@@ -29,7 +29,7 @@ from lmc.shapes import GIB, KIB, MIB
 
 PAGE = Path(__file__).with_name("page.html")
 EVENT_SECONDS = 0.2  # between two checks for new events
-KEEP_ALIVE_SECONDS = 15.0  # without events, after which a subscriber gets a keep-alive comment
+KEEP_ALIVE_SECONDS = 15.0  # A subscriber without events for this time gets a keep-alive comment.
 MAX_QUOTA_GB = 1 << 20
 OPEN_PATHS = ("/", "/health", "/ready")  # paths that need no token
 MAX_SMALL_BODY_BYTES = 64 * KIB  # limit for a request body with names and numbers only

@@ -15,8 +15,8 @@ from lmc.documents.learn_queue import Unlearned
 
 # Beyond this number of documents, the oldest one is dropped here. It stays in the queue of the engine that offered it.
 MAX_WAITING_DOCUMENTS = 1024
-CLAIM_SECONDS = 60.0  # during which a document that one client got is not given to other clients
-MAX_CLAIMS = 3  # after which a document is dropped, because it may be too long for all engines
+CLAIM_SECONDS = 60.0  # time in which a document that one client has claimed is not given to other clients
+MAX_CLAIMS = 3  # A document is dropped after this many claims, because it may be too long for all engines.
 MAX_CLAIMED_DOCUMENTS = 4  # documents that a client gets with one request
 
 

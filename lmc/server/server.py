@@ -34,7 +34,7 @@ from lmc.storage.tiers.tier_guard import TierGuard
 
 log = logging.getLogger(__name__)
 
-CLIENT_TIMEOUT_SECONDS = 10.0  # without a request, after which a client counts as hung; clients send one every second
+CLIENT_TIMEOUT_SECONDS = 10.0  # A client without a request for this time counts as hung; clients send one every second.
 MAX_TOKENIZERS = 1000  # models whose tokenizer paths are remembered
 MAX_SESSIONS = 1024  # connections, including those of ended clients with live processes
 ACCEPT_PAUSE_SECONDS = 0.1  # after a connection that could not be accepted

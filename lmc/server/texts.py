@@ -8,7 +8,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-TOKENIZER_RETRY_SECONDS = 60.0  # until an unreadable tokenizer is tried again
+TOKENIZER_RETRY_SECONDS = 60.0  # An unreadable tokenizer is tried again after this time.
 
 
 class Texts:

@@ -25,10 +25,10 @@ from lmc.storage.tiers.tier import RecordReader, Tier, Wrapped, Written, is_loca
 
 log = logging.getLogger(__name__)
 
-NAME = "aes256gcm"  # of the codec
+NAME = "aes256gcm"  # name of the codec
 LABEL_LIMIT = HEADER_LIMIT * 3 // 4  # characters; the rest of a header is for the sizes and checksums of parts
 AS_IS = "surrogatepass"  # A label may have the name of a file in another encoding.
-UNREADABLE_KEYS = 100_000  # that a tier remembers
+UNREADABLE_KEYS = 100_000  # number of unreadable records that a tier remembers
 
 
 class Encrypted(Wrapped):

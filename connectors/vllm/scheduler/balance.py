@@ -20,7 +20,7 @@ from cachetools import LRUCache
 FIRST_BLENDS = 4  # number of blends before the counts are compared
 FADE = 15 / 16  # Each blend multiplies the weight of what was counted before it by this.
 TRIAL_EVERY = 16
-MAX_TENANTS = 1024  # that are counted apart, the most recent ones
+MAX_TENANTS = 1024  # number of most recent tenants that are counted apart
 MOST_COST = 2  # Costs count at most this many times what was saved, so that some trials without costs are enough.
 
 

@@ -19,7 +19,7 @@ from lmc.storage.contract import PinState
 from lmc.storage.memory.slab import LOST
 
 FEW_TOKENS = 128  # Fewer tokens than this are computed as fast as they are loaded: either takes a step of the engine.
-ANSWER_SECONDS = 0.2  # that a request waits for answers of slow tiers to lookups, at most
+ANSWER_SECONDS = 0.2  # longest wait of a request for the answers of slow tiers to lookups
 DEADLINES = 10  # A load may take this many deadlines if a part arrives within each of them.
 # A load is compared with computing when a request has waited for this share of the expected time of computing: by then,
 # its progress shows how long the rest takes. It ends if the rest is expected to take this many times as long.

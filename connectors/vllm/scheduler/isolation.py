@@ -53,7 +53,7 @@ def add_salt(request: Any, salt: Salt) -> None:
 class SaltedHashes:
     """The block hashes of a blended prompt. The turns of a conversation share those that they have in common."""
 
-    new: tuple[bytes, ...]  # of the blocks after the shared ones
+    new: tuple[bytes, ...]  # hashes of the blocks after the shared ones
     shared: int = 0  # number of blocks at the beginning that have the hashes of `earlier`
     earlier: "SaltedHashes | None" = None
 
@@ -81,7 +81,7 @@ class SaltedHashes:
 class RevisionCost:
     """What all revisions of a conversation have cost."""
 
-    tokens: float = 0.0  # that they have computed, and that vLLM alone would have had in its prefix cache
+    tokens: float = 0.0  # tokens that they have computed, and that vLLM alone would have had in its prefix cache
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -15,7 +15,7 @@ from lmc.engine import DocumentMatch, Plan
 from lmc.keys import RecordKind, check_tokens
 
 SHARE = 0.1  # share of the time in which such documents may be learned
-MAX_SECONDS = 30.0  # of learning that may be saved up: five minutes' share
+MAX_SECONDS = 30.0  # longest time of learning that may be saved up: the share of five minutes
 SLOW = 1e-3  # seconds per token, as long as no prefill was measured
 
 

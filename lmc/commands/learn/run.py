@@ -20,8 +20,8 @@ from lmc.terminal import all_of, console, counted
 
 INTERRUPTED = 130  # exit code of a command that Ctrl-C has ended
 SAMPLED_DOCUMENTS = 16  # approximate number of documents whose tokens are counted before the run
-PROBED_DOCUMENTS = 3  # that are sent again to see whether the server still has those of earlier runs
-SILENT_SECONDS = 5.0  # without a learned document, after which it is checked whether the server still listens
+PROBED_DOCUMENTS = 3  # documents of earlier runs that are sent again to see whether the server still has them
+SILENT_SECONDS = 5.0  # If no document is learned for this time, `lmc learn` checks whether the server listens.
 GONE = 2  # exit code if the server shuts down
 
 

@@ -31,7 +31,7 @@ from lmc.router.prefix_hashes import encoded
 
 CACHE_TOKENS = 1_000_000.0  # assumed size of an engine's cache until the engine reports it
 SURCHARGE = 0.3  # share of the prompt's tokens; an engine at twice the mean load pays it once, at three times twice
-DISPLACEMENT = 0.6  # of the new documents' tokens that evict others from a full cache
+DISPLACEMENT = 0.6  # surcharge at a full cache: share of the tokens of new documents, which evict others
 TIE_FACTOR = 1.1  # without documents, engines up to this factor above the least expected time are a tie
 STAY = 1.5  # a conversation moves if another engine is cheaper by this factor
 CONVERSATIONS = 100_000  # whose engines are remembered

@@ -14,7 +14,7 @@ from lmc.errors import InputError
 from lmc.server import messages as m
 from lmc.shapes import MIB
 
-MAX_REQUEST_BYTES = 2 * MIB  # of tokens
+MAX_REQUEST_BYTES = 2 * MIB  # limit for the tokens of a request
 
 
 class RemoteKeeper(DocumentKeeper):

@@ -31,14 +31,14 @@ from lmc.storage.tiers.record import RecordMeta
 log = logging.getLogger(__name__)
 
 FILE = "index.sqlite"
-VERSION = 1  # of the tables; a database of another version is built anew
+VERSION = 1  # version of the tables; a database of another version is built anew
 COMMIT_SECONDS = 0.5  # Changes are committed together after this time.
 OLDEST, LATEST = -(1 << 63), (1 << 63) - 1  # the smallest and the greatest time that SQLite stores
 PAGE_ROWS = 1000  # rows that are read at once
 RETRY_SECONDS = 10.0  # after a commit that failed
 PATIENCE_SECONDS = 5.0  # A command that reads the index may hold its lock for a moment.
 IN_MEMORY = ":memory:"
-ROW_BYTES = 214  # of a record's rows, besides its label
+ROW_BYTES = 214  # size of a record's rows, besides its label
 KINDS = {kind.value: kind for kind in RecordKind}
 TABLES = """
 CREATE TABLE IF NOT EXISTS records (key BLOB PRIMARY KEY, bytes INT, used INT, kind TEXT) WITHOUT ROWID;

@@ -60,16 +60,16 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 BESIDE_BYTES = 16 * MIB
 # Writing pauses for this time if the disk stays full after an eviction, and after three write errors in a row.
 PAUSE_SECONDS = 30.0
-TRIES = 4  # to write a record to a full filesystem, with an eviction before each further one
+TRIES = 4  # attempts to write a record to a full filesystem, with an eviction before each further attempt
 CLOSING_SECONDS = 1.0  # `close` waits at most this long for a check of the directory that is in flight
 SHARDS = 256  # folders of records, by the first byte of the key
 LOGGED_RECORDS = 1000  # Reading this many records takes a noticeable time, and is logged.
-TRIMMED_BYTES = 256 << 20  # that are evicted at once, while others wait, if a directory has more than it may have
+TRIMMED_BYTES = 256 << 20  # evicted at once, while other threads wait, if a directory is above its bound
 LOADED_TOGETHER = 1000  # records of the index
-USES_SECONDS = 10.0  # after which uses in memory count for the disk
-USES_TOGETHER = 256  # of these uses; other threads wait meanwhile
-START_SECONDS = 0.5  # that a start waits until an incomplete index has been compared with the directory
-REST_SECONDS = 0.05  # between two folders, if a complete index is compared with the directory
+USES_SECONDS = 10.0  # Uses in memory are written to the disk's index after this time.
+USES_TOGETHER = 256  # uses that are written at once, while other threads wait
+START_SECONDS = 0.5  # longest wait of a start for the comparison of an incomplete index with the directory
+REST_SECONDS = 0.05  # pause between two folders while a complete index is compared with the directory
 _RECORD_NAME = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX))
 _TEMPORARY_NAME = re.compile(r"[0-9]+" + re.escape(SUFFIX))
 

@@ -43,11 +43,11 @@ AT_ONCE_SECONDS = 1.0
 THREADS = 8  # calls at the same time that move bytes
 ASKING_THREADS = 2  # calls at the same time that only ask the master
 BUFFER_BYTES = 8 * MIB
-BUFFERS = 32  # that reads have at the same time
-KEPT_BYTES = 256 * MIB  # of buffers that are not in use
-QUARANTINE_SECONDS = 120.0  # after which a buffer that may be in use by a failed call is used again
-SETUP_SECONDS = 15.0  # for another process to set up a client, and again to register memory given to the store
-STOP_SECONDS = 2.0  # that calls in flight have to end before the client signs off
+BUFFERS = 32  # maximum number of buffers that reads have at the same time
+KEPT_BYTES = 256 * MIB  # limit for the buffers that are not in use
+QUARANTINE_SECONDS = 120.0  # A buffer that a failed call may still use is used again after this time.
+SETUP_SECONDS = 15.0  # timeout for another process to set up a client, and again to register memory given to the store
+STOP_SECONDS = 2.0  # time that calls in flight have to end before the client signs off
 TRIAL = """
 import json, os, sys
 from mooncake.store import MooncakeDistributedStore

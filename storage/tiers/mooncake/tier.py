@@ -25,7 +25,7 @@ from lmc.storage.tiers.pool import CLOSING_SECONDS, PROMPTLY, SLOWEST_RATE, Pool
 from lmc.storage.tiers.record import RecordMeta, checksums, encode_header, header_size, removed_if_corrupt
 from lmc.storage.tiers.tier import Entry, Written
 
-HEAD_BYTES = 8 * KIB  # that are requested of each record when it is opened, until a header was longer
+HEAD_BYTES = 8 * KIB  # requested of each record when it is opened, until a longer header was met
 HEADS = 64  # records whose headers are requested together
 LIST_SECONDS = 30.0  # deadline for the list of all objects
 PAUSE_SECONDS = 5.0  # Writing pauses for this time if the store has no memory.

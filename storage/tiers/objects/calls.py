@@ -17,7 +17,7 @@ from lmc.errors import TierUnusable
 
 T = TypeVar("T")
 MISSING = FileNotFoundError, exceptions.NotFoundError
-STOP_SECONDS = 1.0  # that calls in flight have to end when they are cancelled
+STOP_SECONDS = 1.0  # time that calls in flight have to end when they are cancelled
 LOGIN = re.compile(r"(?<=://)[^/\s@]*@")
 REFUSALS = exceptions.PermissionDeniedError, exceptions.UnauthenticatedError
 

@@ -40,11 +40,11 @@ from lmc.storage.tiers.record import SUFFIX, RecordMeta, checksums, encode_heade
 from lmc.storage.tiers.tier import Entry, Finding, Written
 
 KNOWN_KEYS = 1 << 16  # keys that are remembered as present, and as absent
-PRESENT_SECONDS, ABSENT_SECONDS = 600.0, 10.0  # for which the answer to a lookup is remembered
-LOOKUP_SECONDS = 0.01  # that a lookup waits for answers
+PRESENT_SECONDS, ABSENT_SECONDS = 600.0, 10.0  # The answer to a lookup is remembered for this time.
+LOOKUP_SECONDS = 0.01  # longest wait of a lookup for answers
 AT_ONCE = 64  # requests of a lookup
 STREAMS_AT_ONCE = 16  # records that a thread requests at the same time
-AHEAD_BYTES = 5 << 20  # that are received of each record before they are read, at most
+AHEAD_BYTES = 5 << 20  # limit for what is received of each record before it is read
 ALL_AHEAD_BYTES = 80 << 20  # the same, of all records that a thread reads at the same time
 WHOLE_BYTES = 64 << 20  # A larger record is uploaded in several requests.
 LISTED = 1000  # objects in one answer

@@ -8,7 +8,7 @@ from lmc.router.policies.simple import Ring
 from lmc.router.policy_types import Candidate, PromptRequest, RoutingChoice
 from lmc.router.prefix_hashes import encoded
 
-HASHED_CHARACTERS = 400_000  # of a prompt that are hashed; more would delay other requests
+HASHED_CHARACTERS = 400_000  # hashed part of a prompt; hashing more would delay other requests
 WINDOW_BYTES = 16  # bytes, about three words of English
 SAMPLING = 8  # one in eight windows counts; which one depends on its bytes, not on its position
 FACTOR = 0x100000001B3  # base of the polynomial over a window's bytes: the prime of FNV-1a
