@@ -49,6 +49,11 @@ def test_the_files_that_a_document_names_exist(document: Path) -> None:
     assert [path for path in paths if not (ROOT / path).exists() and path != made] == []
 
 
+def test_every_decision_is_linked_from_another_page() -> None:
+    pages = "".join(page.read_text() for page in DOCUMENTS if page.parent.name != "decisions")
+    assert [page.name for page in (ROOT / "docs" / "decisions").glob("*.md") if page.name not in pages] == []
+
+
 def test_ten_commands_lead_to_two_hosts_and_lmc_understands_them() -> None:
     """`tests/engine/test_two_hosts.py` runs them, before a release."""
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/two-hosts.md").read_text(), re.DOTALL)
