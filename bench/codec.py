@@ -4,9 +4,11 @@
 
 Reading a record of R raw bytes takes R/B from a tier of B bytes/s; encoded it takes ratio·R/B + R/decode, one after the
 other in one thread. So it pays below B = (1 − ratio)·decode; a record that does not get smaller is kept raw, and
-pays nowhere. The entropy of the planes' bytes is shown next to the ratio: what a coder of single bytes could reach. KV
-is that of the shipped model on its documents, of a model with random weights, and of normals with a scale per channel;
-one part per layer and chunk, as a store has them. Parts come from memory that is in no cache, and go to such memory.
+pays nowhere. The entropy of the planes' bytes is shown next to the ratio: what a coder of single bytes could reach.
+
+The KV is that of the shipped model for its documents, that of a model with random weights, and normally distributed
+numbers with a scale for each channel. As in a store, a chunk has a part for each layer. Parts are read from memory that
+is in no cache of the processor, and written to such memory.
 """
 
 import mmap

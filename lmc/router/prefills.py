@@ -159,6 +159,6 @@ class PrefillQueue:
         return next(iter(self._waiting), None)
 
     def _note_head(self, before: Prefill | None) -> None:
-        """Record that the engine begins with the first waiting prompt, if that is another one than before."""
+        """Record that the engine begins with the first waiting prompt, if the first prompt has changed."""
         if self._head() is not before:
             self._head_since = self._clock()

@@ -57,9 +57,9 @@ class WaitingDocuments:
                 self._waiting.pop(name, None)
 
     def take(self, client: object, namespaces: Collection[bytes], *, has_time: bool) -> list[Unlearned]:
-        """Return documents of these namespaces for a client to learn; other clients do not get them for a while.
+        """Return documents of these namespaces for a client to learn. `has_time` says whether the client is idle.
 
-        `has_time` says whether the client is idle.
+        Other clients do not get these documents for `CLAIM_SECONDS`.
         """
         if not self._waiting or not namespaces:
             return []

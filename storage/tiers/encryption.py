@@ -68,7 +68,7 @@ class Encrypted(Wrapped):
         return EncryptedReader(reader, self.inner, opened)
 
     def write(self, meta: RecordMeta, parts: Sequence[memoryview]) -> Written:
-        """Encrypt a record and write it. It replaces one whose key is missing."""
+        """Encrypt a record and write it. It replaces a record whose encryption key is missing."""
         if (key := self._keys.newest(meta.tenant)) is None:
             return self.inner.write(meta, parts)
         if meta.key in self._unreadable:

@@ -23,7 +23,7 @@ BLENDS = [
 START = [
     "start: seconds until an engine with lmc has started",
     "start: the self-test passed",
-    *(f"start: {what}" for what in ("exact hits differ by", "tokens of exact hits that are others")),
+    *(f"start: {what}" for what in ("exact hits differ by", "tokens of exact hits that differ")),
     "start: tokens loaded for exact hits",
     *(f"start: {what}" for what in BLENDS),
 ]
@@ -31,7 +31,7 @@ ANSWERS = [
     "the self-test passed, and this is the backend",
     "the kernels are those in Triton",
     "exact hits differ by",
-    "tokens of exact hits that are others",
+    "tokens of exact hits that differ",
     "tokens loaded for exact hits",
     *BLENDS,
     "plain requests behind blends differ by",
