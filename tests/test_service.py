@@ -51,7 +51,7 @@ from lmc.server.channel import MAX_FRAME_BYTES, Channel
 from lmc.server.client import remote_store
 from lmc.server.client.connection import Gone, ServerConnection, retire, status
 from lmc.server.client.remote_store import RemoteStore
-from lmc.server.greeting import PROTOCOL, Attach, Hello
+from lmc.server.handshake import PROTOCOL, Attach, Hello
 from lmc.server.lifelines import Lifelines
 from lmc.server.messages import (
     MAX_KEPT_DOCUMENTS,

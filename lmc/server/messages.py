@@ -1,6 +1,6 @@
 """The requests that a client sends to a cache server, one at a time, and how the server responds.
 
-Messages are msgpack in frames (`channel.py`), and follow the greeting (`greeting.py`). Any other frame ends the
+Messages are msgpack in frames (`channel.py`), and follow the handshake (`handshake.py`). Any other frame ends the
 connection. Bytes of chunks are never sent: they are in slots of a slab that both sides have mapped.
 """
 

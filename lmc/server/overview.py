@@ -16,10 +16,10 @@ from lmc.documents.admin import DocumentAdmin
 from lmc.errors import InputError
 from lmc.http.client import engine_client
 from lmc.metrics import StoreCollector, flat
+from lmc.server.document_texts import DocumentTexts
 from lmc.server.events import Events
 from lmc.server.quotas import Owners
 from lmc.server.server import CacheServer
-from lmc.server.texts import Texts
 from lmc.storage.stats import StoreStats, summed
 
 
@@ -28,7 +28,7 @@ class Overview:
 
     def __init__(self, server: CacheServer) -> None:
         self.server, self._arenas = server, server.arenas
-        self._texts = Texts(server.tokenizers)
+        self._texts = DocumentTexts(server.tokenizers)
         self.documents = DocumentAdmin(self._arenas.all, self._texts.of, Background())
         self.events = Events(self._arenas.changes, os.urandom(6).hex())
         self._started = time.time()

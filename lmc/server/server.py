@@ -24,7 +24,7 @@ from lmc.errors import LmcError
 from lmc.server import messages as m
 from lmc.server.arenas import Arenas
 from lmc.server.channel import ERROR, OK, BrokenProtocol, Channel, decoded
-from lmc.server.greeting import PROTOCOL, ArenaStatus, CheckIntegrity, Hello, Opening, Retire, ServerStatus, Status
+from lmc.server.handshake import PROTOCOL, ArenaStatus, CheckIntegrity, Hello, Opening, Retire, ServerStatus, Status
 from lmc.server.lease import Lease
 from lmc.server.lifelines import Lifelines
 from lmc.server.own_files import OwnFiles

@@ -10,7 +10,7 @@ import msgspec
 
 from lmc.errors import StorageError
 from lmc.server.client.connection import ServerConnection, lock_of
-from lmc.server.greeting import Attach
+from lmc.server.handshake import Attach
 from lmc.server.messages import Attached
 from lmc.storage.chunk_layout import ChunkLayout
 from lmc.storage.memory.memory_files import locked

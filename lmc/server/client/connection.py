@@ -16,7 +16,7 @@ import msgspec
 from lmc import __version__
 from lmc.errors import ConfigError, StorageError, TierUnusable
 from lmc.server.channel import MAX_RESPONSE_BYTES, OK, BrokenProtocol, Channel, decoded
-from lmc.server.greeting import PROTOCOL, CheckIntegrity, Hello, Opening, Retire, ServerStatus, Status
+from lmc.server.handshake import PROTOCOL, CheckIntegrity, Hello, Opening, Retire, ServerStatus, Status
 
 if TYPE_CHECKING:  # This module imports torch.
     from lmc.server.messages import Request

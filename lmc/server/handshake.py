@@ -1,4 +1,4 @@
-"""The first messages of a connection with a cache server, and the messages of a status request.
+"""The handshake of a connection with a cache server, and the messages of a status request.
 
 An engine attaches in this order, on two connections, one for quick and one for slow requests:
 

@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 TOKENIZER_RETRY_SECONDS = 60.0  # An unreadable tokenizer is tried again after this time.
 
 
-class Texts:
+class DocumentTexts:
     """Decodes the tokens of models into text."""
 
     def __init__(self, tokenizers: Callable[[], Mapping[str, str]]) -> None:
