@@ -20,6 +20,7 @@ import pytest
 import typer
 from markdown_tables import table_rows
 
+from lmc.blend.canvas import Canvas
 from lmc.commands.cli import app
 from lmc.config.settings import Settings
 from lmc.connectors.vllm.model_kinds import TESTED
@@ -123,6 +124,13 @@ def leaves(kept: Any) -> Iterator[float]:
             yield from leaves(one)
     elif isinstance(kept, int | float):
         yield float(kept)
+
+
+def test_the_page_of_connectors_lists_all_methods_of_a_canvas() -> None:
+    table = (ROOT / "docs" / "connectors.md").read_text().partition("| method |")[2].partition("\n\n")[0]
+    listed = set(re.findall(r"`(\w+)`", " ".join(line.split("|")[1] for line in table.splitlines()[2:])))
+    methods = {name for name, value in vars(Canvas).items() if callable(value) and not name.startswith("_")}
+    assert methods <= listed <= methods | Canvas.__annotations__.keys()
 
 
 def test_the_page_of_models_lists_the_architectures_that_were_tested() -> None:
