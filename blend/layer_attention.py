@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lmc.blend.rope import UNROTATED, Rotation, Turn
+from lmc.blend.rope import UNROTATED, KeyRotation, Rotation
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -59,13 +59,13 @@ def absorbed(query: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
     return torch.cat((rotated, latent), dim=-1)
 
 
-def turns_of(attentions: Sequence[LayerAttention], old: torch.Tensor, new: torch.Tensor) -> list[Turn]:
+def key_rotations(attentions: Sequence[LayerAttention], old: torch.Tensor, new: torch.Tensor) -> list[KeyRotation]:
     """Return, by layer, the rotation that moves keys from the positions `old [T]` to the positions `new [T]`.
 
     Layers with the same RoPE share it.
     """
-    turns = {rotation: rotation.turn(old, new) for rotation in {attention.rotation for attention in attentions}}
-    return [turns[attention.rotation] for attention in attentions]
+    rotations = {rotation: rotation.between(old, new) for rotation in {attention.rotation for attention in attentions}}
+    return [rotations[attention.rotation] for attention in attentions]
 
 
 def score_weights(attentions: Sequence[LayerAttention]) -> list[float]:

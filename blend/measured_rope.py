@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lmc.blend.kernels.shift import rotated
-from lmc.blend.rope import UNROTATED, Rotation, Turn
+from lmc.blend.rope import UNROTATED, KeyRotation, Rotation
 from lmc.blend.tolerances import FLOOR, difference
 from lmc.errors import UnsupportedModel
 
@@ -57,7 +57,7 @@ def rotations_of(angles: Angles) -> Iterator[Rotation]:
             yield Rotation(angles.cos[:, columns], angles.sin[:, columns], interleaved)
 
 
-def way_between(first: torch.Tensor, moved: torch.Tensor, turns: Sequence[Turn]) -> int | None:
+def way_between(first: torch.Tensor, moved: torch.Tensor, rotations: Sequence[KeyRotation]) -> int | None:
     """Return the index of the rotation that makes `moved` of the keys `first [T, H, D]`; None if they are equal.
 
     Raises `UnsupportedModel` if there is none.
@@ -65,9 +65,9 @@ def way_between(first: torch.Tensor, moved: torch.Tensor, turns: Sequence[Turn])
     allowed = FLOOR[first.dtype]
     if difference(first, moved) <= allowed:
         return None
-    for way, turn in enumerate(turns):
-        fits = 2 * turn.cos.shape[-1] <= first.shape[-1]
-        if fits and difference(rotated(first, turn), moved) <= allowed:
+    for way, rotation in enumerate(rotations):
+        fits = 2 * rotation.cos.shape[-1] <= first.shape[-1]
+        if fits and difference(rotated(first, rotation), moved) <= allowed:
             return way
     raise UnsupportedModel("its keys at two positions are not rotations of each other")
 

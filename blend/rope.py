@@ -18,14 +18,17 @@ from lmc.errors import UnsupportedModel
 SHIFT_INVARIANT = ("default", "linear", "llama3", "yarn")
 
 
-class Turn(NamedTuple):
-    """A rotation of T keys. Dimensions from R on are not rotated; R is 0 in a layer without positions (NoPE)."""
+class KeyRotation(NamedTuple):
+    """The rotation of T keys from their positions to others, as `Rotation.between` makes it.
+
+    Dimensions from R on are not rotated; R is 0 in a layer without positions (NoPE).
+    """
 
     cos: torch.Tensor  # [T, R/2]
     sin: torch.Tensor  # [T, R/2]
     interleaved: bool = False  # whether the dimensions (2i, 2i + 1) rotate together, instead of (i, i + R/2)
 
-    def part(self, rows: slice) -> "Turn":
+    def part(self, rows: slice) -> "KeyRotation":
         """Return the rotation of some of the keys."""
         return self._replace(cos=self.cos[rows], sin=self.sin[rows])
 
@@ -43,13 +46,13 @@ class Rotation:
         pairs = ((self.cos, other.cos), (self.sin, other.sin))
         return self.interleaved == other.interleaved and all(torch.equal(*pair) for pair in pairs)
 
-    def turn(self, old: torch.Tensor, new: torch.Tensor) -> Turn:
+    def between(self, old: torch.Tensor, new: torch.Tensor) -> KeyRotation:
         """Return the rotation that moves keys from the positions `old [T]` to the positions `new [T]`."""
         if not self.cos.shape[1]:
             none = torch.empty(len(old), 0, device=old.device)
-            return Turn(none, none)
+            return KeyRotation(none, none)
         rows = ((self.cos[at], self.sin[at]) for at in (old, new))
-        return Turn(*turn_between(*rows), self.interleaved)
+        return KeyRotation(*rotation_between(*rows), self.interleaved)
 
 
 UNROTATED = Rotation(torch.empty(0, 0), torch.empty(0, 0))  # of a layer without positions (NoPE)
@@ -70,7 +73,7 @@ def check_rope(parameters: Mapping[str, object]) -> None:
         raise UnsupportedModel(f"RoPE of type {kind!r} cannot be re-rotated exactly: {reason} ({supported})")
 
 
-def turn_between(
+def rotation_between(
     old: tuple[torch.Tensor, torch.Tensor], new: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin of the rotation, in float32, that moves keys from old to new positions.
@@ -84,13 +87,13 @@ def turn_between(
     return (cn * co + sn * so) / magnitude, (sn * co - cn * so) / magnitude
 
 
-def rotate(keys: torch.Tensor, turn: Turn, out: torch.Tensor) -> None:
+def rotate(keys: torch.Tensor, rotation: KeyRotation, out: torch.Tensor) -> None:
     """Rotate `keys [H, T, D]` into `out`, computed in float32. Dimensions from R on are copied.
 
     Pairs are (i, i + R/2) as in GPT-NeoX and Llama, or (2i, 2i + 1) if interleaved, as in GPT-J. `out [H, T, D]` must
     not overlap `keys`. With an `out` in float32, no result is allocated.
     """
-    (cos, sin, interleaved), half = turn, turn.cos.shape[-1]
+    (cos, sin, interleaved), half = rotation, rotation.cos.shape[-1]
     first, second = slice(0, half), slice(half, 2 * half)
     if interleaved:
         first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)

@@ -179,6 +179,6 @@ def _turned(attentions: Sequence[LayerAttention], repeated: Sequence[KV]) -> flo
         keys = repeated[layer][0]
         old = torch.arange(1, len(keys) // 2, device=keys.device)
         new = old + len(keys) // 2
-        moved = rotated(keys[old], attentions[layer].rotation.turn(old, new))
+        moved = rotated(keys[old], attentions[layer].rotation.between(old, new))
         found.append(difference(moved, keys[new]))
     return max(found)

@@ -17,7 +17,7 @@ import torch
 
 from lmc.blend.canvas import KV, Attention, Canvas, Groups, Own
 from lmc.blend.kernels.shift import MOST_EXAMPLES, Spans
-from lmc.blend.layer_attention import turns_of
+from lmc.blend.layer_attention import key_rotations
 
 SINKS = 2  # Tokens computed at this many first positions are attention sinks, which change differently.
 
@@ -47,9 +47,9 @@ class Shift:
     def begin(self) -> None:
         """Compute, by layer, the rotations of keys to position 0, and from there to their positions."""
         attentions, (examples, others) = self._canvas.attentions, self._positions
-        self._examples_back = turns_of(attentions, examples, torch.zeros_like(examples))
-        self._others_back = turns_of(attentions, others, torch.zeros_like(others))
-        self._others_forth = turns_of(attentions, torch.zeros_like(others), others)
+        self._examples_back = key_rotations(attentions, examples, torch.zeros_like(examples))
+        self._others_back = key_rotations(attentions, others, torch.zeros_like(others))
+        self._others_forth = key_rotations(attentions, torch.zeros_like(others), others)
 
     def attention(self, layer: int) -> Attention | None:
         """Return the engine's own attention over the shifted tokens, for a layer that is not recomputed yet.

@@ -54,7 +54,7 @@ class Tensors(Canvas):
 def at_zero(canvas: Canvas, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Keys `[T, H, D]` as they would be at position 0."""
     out = torch.empty_like(keys)
-    rotate(keys.transpose(0, 1), ROTATION.turn(positions, torch.zeros_like(positions)), out.transpose(0, 1))
+    rotate(keys.transpose(0, 1), ROTATION.between(positions, torch.zeros_like(positions)), out.transpose(0, 1))
     return out
 
 
@@ -141,7 +141,7 @@ def test_tokens_change_as_those_that_are_like_them():
     positions = torch.arange(LENGTH)
     rotate(
         (kind[:, None, None] * direction).transpose(0, 1),
-        ROTATION.turn(torch.zeros_like(positions), positions),
+        ROTATION.between(torch.zeros_like(positions), positions),
         turned.transpose(0, 1),
     )
     canvas.k = turned
@@ -222,10 +222,10 @@ def test_a_change_that_all_tokens_have_in_common_is_found_whole(monkeypatch, rop
         constant[:2] = 0
         constant *= times
         moved, turned = torch.empty_like(keys[here]), torch.empty_like(keys[here])
-        rotate(keys[here].transpose(0, 1), rotation.turn(here, alone), moved.transpose(0, 1))
+        rotate(keys[here].transpose(0, 1), rotation.between(here, alone), moved.transpose(0, 1))
         rotate(
             constant[:, 0].transpose(0, 1),
-            rotation.turn(torch.zeros_like(alone), alone),
+            rotation.between(torch.zeros_like(alone), alone),
             turned.transpose(0, 1),
         )
         return torch.stack((moved - turned, values[here] - constant[:, 1]))

@@ -16,7 +16,7 @@ from lmc.blend.kernels import attention, place, shift
 from lmc.blend.kernels.choice import kernels_of
 from lmc.blend.kernels.shift import MOST_EXAMPLES, Spans
 from lmc.blend.layer_attention import LayerAttention
-from lmc.blend.rope import Turn
+from lmc.blend.rope import KeyRotation
 from lmc.blend.tolerances import difference
 from lmc.copies import Uploads
 from lmc.shapes import GIB, MIB
@@ -145,13 +145,13 @@ def moved(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> Non
     before, parts = exact(pages), stored(report, sizes, dtype)
     slots = torch.randperm(count, device=report.device)
     angles = torch.rand(count, sizes.dim // 2, device=report.device)
-    turn = Turn(angles.cos(), angles.sin())
-    place.place([part.float() for part in parts], turn, slots, before)
-    ours.place(parts, turn, slots, pages)
+    rotation = KeyRotation(angles.cos(), angles.sin())
+    place.place([part.float() for part in parts], rotation, slots, before)
+    ours.place(parts, rotation, slots, pages)
     errors(report, f"place, {name}", pages[:2], before[:2], ALLOWED[dtype])
     staged = torch.cat(parts, dim=1)
-    speed("place", 4 * count * row, lambda: ours.place([staged], turn, slots, pages), 0.7)
-    speed("place, with copies to one piece", 8 * count * row, lambda: ours.place(parts, turn, slots, pages))
+    speed("place", 4 * count * row, lambda: ours.place([staged], rotation, slots, pages), 0.7)
+    speed("place, with copies to one piece", 8 * count * row, lambda: ours.place(parts, rotation, slots, pages))
     pairs = zip(ours.gather(pages, slots), place.gather(pages, slots), strict=True)
     wrong = sum(float((one != other).sum()) for one, other in pairs)
     report.line(f"numbers that gather has wrong, {name}", wrong, "", most=0)
@@ -173,9 +173,9 @@ def placed(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> No
     ):
         pages = pages_of(report, sizes, count, dtype, heads_first=heads_first)
         before, angles = exact(pages), torch.rand(count, half, device=report.device)
-        turn = Turn(angles.cos(), angles.sin(), interleaved)
-        place.place([part.float() for part in parts], turn, slots, before)
-        ours.place(parts, turn, slots, pages)
+        rotation = KeyRotation(angles.cos(), angles.sin(), interleaved)
+        place.place([part.float() for part in parts], rotation, slots, before)
+        ours.place(parts, rotation, slots, pages)
         errors(report, f"place with {what}, {name}", pages[:2], before[:2], ALLOWED[dtype])
 
 
@@ -185,14 +185,14 @@ def corrected(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) ->
     pages, row = pages_of(report, sizes, count, dtype), sizes.heads * sizes.dim * dtype.itemsize
     slots = torch.randperm(count, device=report.device)
     angles = torch.rand(count, sizes.dim // 2, device=report.device)
-    turn = Turn(angles.cos(), angles.sin())
+    rotation = KeyRotation(angles.cos(), angles.sin())
     per = min(MOST_EXAMPLES, sizes.tokens // 4)
     spans = spans_of(sizes, per, report.device)
     examples, others = slots[: per * sizes.documents], slots[per * sizes.documents :]
     weights = torch.rand(len(others), MOST_EXAMPLES, device=report.device) / per
     canvas, wanted = OneLayer(pages), OneLayer(exact(pages))
     old = canvas.read(0, examples.flip(0))
-    back, forth = (Turn(turn.cos[: len(some)], turn.sin[: len(some)]) for some in (examples, others))
+    back, forth = (KeyRotation(rotation.cos[: len(some)], rotation.sin[: len(some)]) for some in (examples, others))
     changes = ours.changes_of(canvas, 0, examples, old, back)
     true = shift.changes_of(wanted, 0, examples, tuple(one.float() for one in old), back)
     errors(report, f"changes, {name}", [changes], [true], ALLOWED[torch.float32])
@@ -276,9 +276,9 @@ def latent(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> No
     before, slots = exact(pages), torch.randperm(sizes.context, device=report.device)[:count]
     parts = [tuple(torch.randn(count, 1, size, device=report.device).to(dtype) for size in (dim, others))]
     angles = torch.rand(count, dim // 2, device=report.device)
-    turn = Turn(angles.cos(), angles.sin(), interleaved=True)
-    place.place([tuple(half.float() for half in part) for part in parts], turn, slots, before)
-    ours.place(parts, turn, slots, pages)
+    rotation = KeyRotation(angles.cos(), angles.sin(), interleaved=True)
+    place.place([tuple(half.float() for half in part) for part in parts], rotation, slots, before)
+    ours.place(parts, rotation, slots, pages)
     errors(report, f"place of MLA, {name}", pages[:2], before[:2], ALLOWED[dtype])
     query = torch.randn(count, queries, dim + others, device=report.device).to(dtype)
     at, there = scattered_in(report, sizes.context, count)
@@ -309,7 +309,7 @@ def quantised(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) ->
     before = exact(pages)
     slots = torch.randperm(count, device=report.device)
     angles = torch.rand(count, sizes.dim // 2, device=report.device)
-    turn, half = Turn(angles.cos(), angles.sin()), count // 2
+    rotation, half = KeyRotation(angles.cos(), angles.sin()), count // 2
     query = torch.randn(half, sizes.heads * sizes.group, sizes.dim, device=report.device).to(dtype)
     at, there = scattered_in(report, count, half)
     score = (at, LayerAttention(scale=sizes.dim**-0.5), there, "max")
@@ -326,7 +326,7 @@ def quantised(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) ->
     uploads.send()
     canvas, wanted = OneLayer(pages), OneLayer(before)
     old = tuple(one.to(dtype) for one in wanted.read(0, examples.flip(0)))
-    back, forth = (Turn(turn.cos[: len(some)], turn.sin[: len(some)]) for some in (examples, others))
+    back, forth = (KeyRotation(rotation.cos[: len(some)], rotation.sin[: len(some)]) for some in (examples, others))
     changes = ours.changes_of(canvas, 0, examples, old, back)
     true = shift.changes_of(wanted, 0, examples, tuple(one.float() for one in old), back)
     errors(report, f"changes in 8 bits, {name}", [changes], [true], ALLOWED[torch.float32])
@@ -338,8 +338,8 @@ def quantised(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) ->
     errors(report, f"correct in 8 bits, {name}", exact(pages)[:2], before[:2], most)
     parts = [tuple(one[:half] for one in place.gather(pages, slots))]
     place.place([tuple(one.float() * scale for one, scale in zip(parts[0], scales, strict=True))],
-                turn.part(slice(0, half)), slots[half : 2 * half], before)  # fmt: skip
-    ours.place(parts, turn.part(slice(0, half)), slots[half : 2 * half], pages)
+                rotation.part(slice(0, half)), slots[half : 2 * half], before)  # fmt: skip
+    ours.place(parts, rotation.part(slice(0, half)), slots[half : 2 * half], pages)
     errors(report, f"place in 8 bits, {name}", exact(pages)[:2], before[:2], most)
 
 

@@ -30,7 +30,7 @@ from lmc.blend.kernels.choice import kernels_of
 from lmc.blend.kernels.shift import MOST_EXAMPLES
 from lmc.blend.kernels.tuning import Kind, Tile, Tuning, tuning_of
 from lmc.blend.layer_attention import LayerAttention
-from lmc.blend.rope import Turn
+from lmc.blend.rope import KeyRotation
 from lmc.blend.tolerances import difference
 from lmc.copies import Copies, submit_of
 from lmc.storage.memory.slab import Slab
@@ -138,13 +138,13 @@ class Sweep:
         sizes, ours = self.sizes, kernels_of(self.device)
         pages = pages_of(self.report, sizes, 512, self.dtype)
         slots, half = torch.arange(64, device=self.device), torch.rand(64, sizes.dim // 2, device=self.device)
-        turn = Turn(half.cos(), half.sin())
+        rotation = KeyRotation(half.cos(), half.sin())
         stored = torch.randn(2, 64, sizes.heads, sizes.dim, device=self.device).to(self.dtype)
         query = torch.randn(64, sizes.heads * sizes.group, sizes.dim, device=self.device).to(self.dtype)
         layer, present = LayerAttention(scale=0.1), torch.ones(512, dtype=torch.bool, device=self.device)
         for name, work in (
             ("torch.add", lambda: torch.add(half, 1)),
-            ("place", lambda: ours.place([stored], turn, slots, pages)),
+            ("place", lambda: ours.place([stored], rotation, slots, pages)),
             ("gather", lambda: ours.gather(pages, slots)),
             ("attend", lambda: ours.attend(query, pages, slots, layer)),
             ("attend_and_score", lambda: ours.attend_and_score(query, pages, slots, layer, present, "max")),
@@ -161,11 +161,11 @@ class Sweep:
             torch.randperm(count, device=self.device),
         )
         half = torch.rand(count, sizes.dim // 2, device=self.device)
-        turn = Turn(half.cos(), half.sin())
+        rotation = KeyRotation(half.cos(), half.sin())
         spans = spans_of(sizes, per, self.device)
         examples, others = slots[: per * sizes.documents], slots[per * sizes.documents :]
         weights = torch.rand(len(others), MOST_EXAMPLES, device=self.device) / per
-        back, forth = (Turn(turn.cos[: len(some)], turn.sin[: len(some)]) for some in (examples, others))
+        back, forth = (KeyRotation(rotation.cos[: len(some)], rotation.sin[: len(some)]) for some in (examples, others))
         old = canvas.read(0, examples)
         changes = ours.changes_of(canvas, 0, examples, old, back)
         for name, work in (

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from lmc.blend.canvas import KV, Canvas, Paged, R
-from lmc.blend.rope import Turn, rotate
+from lmc.blend.rope import KeyRotation, rotate
 
 
 def stage(parts: Sequence[KV], into: KV) -> None:
@@ -27,17 +27,17 @@ def spread(keys: torch.Tensor, values: torch.Tensor, parts: Sequence[KV], firsts
             there.copy_(whole[first : first + len(there)], non_blocking=True)
 
 
-def place(parts: Sequence[KV], turn: Turn, slots: torch.Tensor, into: Paged) -> None:
+def place(parts: Sequence[KV], rotation: KeyRotation, slots: torch.Tensor, into: Paged) -> None:
     """Write the tokens of all stored `parts`, keys and values `[T, H, D]`, to `slots [T]`, with keys rotated.
 
-    `turn` rotates the keys of all tokens. The parts may be in host memory. If the prompt is in one block, the
+    `rotation` rotates the keys of all tokens. The parts may be in host memory. If the prompt is in one block, the
     slots of a part must be contiguous.
     """
     size, at = into.keys.shape[2], 0
     for part in parts:
         rows = slice(at, at + len(part[0]))
         keys, values = (half.to(into.keys.device, non_blocking=True).transpose(0, 1) for half in part)  # [H, T, D]
-        here, mine = slots[rows], turn.part(rows)
+        here, mine = slots[rows], rotation.part(rows)
         if into.table is None and len(here) and not here.is_cuda:  # The host would wait for a GPU to tell the slots.
             there = slice(int(here[0]), int(here[0]) + len(here))
             rotate(keys, mine, into.keys[0, :, there])

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from lmc.blend.canvas import KV, Canvas, Paged, R
 from lmc.blend.kernels import place as torch_place
-from lmc.blend.rope import Turn
+from lmc.blend.rope import KeyRotation
 from lmc.copies import Addresses, Copies, can_submit, submit_of
 
 TOKENS = 16  # tokens that a program moves
@@ -143,7 +143,7 @@ def _deviation(
     tl.store(changed + t, far, mask=there)
 
 
-def place(parts: Sequence[KV], turn: Turn, slots: torch.Tensor, into: Paged) -> None:
+def place(parts: Sequence[KV], rotation: KeyRotation, slots: torch.Tensor, into: Paged) -> None:
     """See `lmc.blend.kernels.place.place`. Several parts are first staged, then placed in one launch."""
     keys, values = into.keys, into.values
     heads, size = keys.shape[1:3]
@@ -155,8 +155,8 @@ def place(parts: Sequence[KV], turn: Turn, slots: torch.Tensor, into: Paged) -> 
         stored = _rows_for(into, len(slots))
         stage(parts, stored)
     _place[(triton.cdiv(len(slots), TOKENS), heads)](
-        *stored, *rows_of(turn), slots, keys, values, len(slots), size, *keys.stride()[:3], *values.stride()[:3],
-        BT=TOKENS, LARGEST=into.largest, num_warps=4, **value_sizes(values), **rotating(keys, turn),
+        *stored, *rows_of(rotation), slots, keys, values, len(slots), size, *keys.stride()[:3], *values.stride()[:3],
+        BT=TOKENS, LARGEST=into.largest, num_warps=4, **value_sizes(values), **rotating(keys, rotation),
     )  # fmt: skip
 
 
@@ -166,16 +166,16 @@ def _rows_for(pages: Paged, tokens: int) -> KV:
     return keys, values
 
 
-def rows_of(turn: Turn) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_of(rotation: KeyRotation) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin without gaps between rows, as the kernels require."""
-    return turn.cos.contiguous(), turn.sin.contiguous()
+    return rotation.cos.contiguous(), rotation.sin.contiguous()
 
 
-def rotating(keys: torch.Tensor, turn: Turn) -> dict[str, Any]:
+def rotating(keys: torch.Tensor, rotation: KeyRotation) -> dict[str, Any]:
     """Return the compile-time arguments of a kernel that rotates keys `[B, H, N, D]`."""
-    (_, heads, _, dim), half = keys.shape, turn.cos.shape[1]
+    (_, heads, _, dim), half = keys.shape, rotation.cos.shape[1]
     wide = {"D": dim, "WIDE": padded(dim), "HALF": half, "PADDED": padded(half)}
-    return {"HEADS": heads, **wide, "INTERLEAVED": turn.interleaved, **FUSED}
+    return {"HEADS": heads, **wide, "INTERLEAVED": rotation.interleaved, **FUSED}
 
 
 def value_sizes(values: torch.Tensor) -> dict[str, int]:

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import normalize
 
 from lmc.blend.canvas import KV, Canvas, R
-from lmc.blend.rope import Turn, rotate
+from lmc.blend.rope import KeyRotation, rotate
 from lmc.copies import Uploads
 
 MOST_EXAMPLES = 64  # maximum number of examples of a document; more do not predict better
@@ -47,24 +47,29 @@ class Spans(NamedTuple):
         return cls(tokens, examples, *(uploads.add(torch.from_numpy(rows)) for rows in (documents, tiles)))
 
 
-def rotated(keys: torch.Tensor, turn: Turn) -> torch.Tensor:
+def rotated(keys: torch.Tensor, rotation: KeyRotation) -> torch.Tensor:
     """Return keys `[T, H, D]` rotated, in float32."""
-    turned = torch.empty_like(keys, dtype=torch.float32)
-    rotate(keys.transpose(0, 1), turn, turned.transpose(0, 1))
-    return turned
+    out = torch.empty_like(keys, dtype=torch.float32)
+    rotate(keys.transpose(0, 1), rotation, out.transpose(0, 1))
+    return out
 
 
 def weights_of(
-    canvas: Canvas[R], layer: int, stored: torch.Tensor, slots: torch.Tensor, turns: tuple[Turn, Turn], spans: Spans
+    canvas: Canvas[R],
+    layer: int,
+    stored: torch.Tensor,
+    slots: torch.Tensor,
+    rotations: tuple[KeyRotation, KeyRotation],
+    spans: Spans,
 ) -> torch.Tensor:
     """Return the weight of each example of its document for each token, float32 `[T, MOST_EXAMPLES]`.
 
-    `stored [E, H, D]` are the keys of examples; the keys of tokens are at `slots [T]`. The two `turns` rotate both to
+    `stored [E, H, D]` are the keys of examples; the keys of tokens are at `slots [T]`. The two `rotations` move both to
     the same position. The weights solve a kernel ridge regression with a penalty of 1. Its kernel is the similarity of
     two tokens.
     """
     keys = stored, canvas.read(layer, slots)[0]
-    at_zero = [rotated(*one).flatten(1) for one in zip(keys, turns, strict=True)]
+    at_zero = [rotated(*one).flatten(1) for one in zip(keys, rotations, strict=True)]
     weights = at_zero[0].new_zeros(len(slots), MOST_EXAMPLES)
     by_document = at_zero[0].split(spans.examples), at_zero[1].split(spans.tokens)
     for mine, theirs, out in zip(*by_document, weights.split(spans.tokens), strict=True):
@@ -76,14 +81,14 @@ def weights_of(
     return weights
 
 
-def changes_of(canvas: Canvas[R], layer: int, slots: torch.Tensor, stored: KV, turn: Turn) -> torch.Tensor:
+def changes_of(canvas: Canvas[R], layer: int, slots: torch.Tensor, stored: KV, rotation: KeyRotation) -> torch.Tensor:
     """Return the changes of the keys and values at `slots [E]` since they were `stored`, float32 `[E, 2·H·D]`.
 
-    The changes of keys are rotated by `turn`, and those of values multiplied by `VALUE_SHARE`.
+    `rotation` rotates the changes of keys, and those of values are multiplied by `VALUE_SHARE`.
     """
     now = canvas.read(layer, slots)
     keys, values = (new.float() - old for new, old in zip(now, stored, strict=True))
-    return torch.cat((rotated(keys, turn).flatten(1), VALUE_SHARE * values.flatten(1)), dim=1)
+    return torch.cat((rotated(keys, rotation).flatten(1), VALUE_SHARE * values.flatten(1)), dim=1)
 
 
 def correct(
@@ -93,11 +98,11 @@ def correct(
     weights: torch.Tensor,
     changes: torch.Tensor,
     spans: Spans,
-    turn: Turn,
+    rotation: KeyRotation,
 ) -> None:
     """Add to the keys and values at `slots [T]` the weighted sum of their document's `changes [E, 2·H·D]`.
 
-    `weights [T, M]` has the weight of each example of the token's own document. The sum for keys is rotated by `turn`.
+    `weights [T, M]` has the weight of each example of the token's own document. `rotation` rotates the sum for keys.
     """
     keys, values = canvas.read(layer, slots)
     predicted = changes.new_empty(len(slots), changes.shape[1])
@@ -107,6 +112,6 @@ def correct(
     for own, change, out in zip(*by_document, strict=True):
         torch.mm(own[:, : len(change)], change, out=out)
     moves, value_changes = predicted.split([keys[0].numel(), values[0].numel()], dim=1)
-    keys += rotated(moves.view_as(keys), turn)
+    keys += rotated(moves.view_as(keys), rotation)
     values += value_changes.view_as(values)
     canvas.write(layer, slots, keys, values)

@@ -19,7 +19,7 @@ from lmc.blend.kernels.place_triton import (
     value_sizes,
 )
 from lmc.blend.kernels.shift import MOST_EXAMPLES, SHARED, TILE, VALUE_SHARE, Spans
-from lmc.blend.rope import Turn
+from lmc.blend.rope import KeyRotation
 
 TOKENS = 16  # tokens per program of `_rotated` or `_changes`
 WIDEST = 128  # maximal number of dimensions of a value that `_correct` corrects in one step
@@ -188,12 +188,17 @@ def _correct(
 
 
 def weights_of(
-    canvas: Canvas[R], layer: int, stored: torch.Tensor, slots: torch.Tensor, turns: tuple[Turn, Turn], spans: Spans
+    canvas: Canvas[R],
+    layer: int,
+    stored: torch.Tensor,
+    slots: torch.Tensor,
+    rotations: tuple[KeyRotation, KeyRotation],
+    spans: Spans,
 ) -> torch.Tensor:
     """See `lmc.blend.kernels.shift.weights_of`. Stored keys are treated as pages of one token each."""
     apart, pages = stored[:, :, None], canvas.paged(layer)
-    known = _rotated_keys(Paged(apart, apart), torch.arange(len(stored), device=stored.device), turns[0])
-    asked = _rotated_keys(pages, slots, turns[1])
+    known = _rotated_keys(Paged(apart, apart), torch.arange(len(stored), device=stored.device), rotations[0])
+    asked = _rotated_keys(pages, slots, rotations[1])
     documents, dims = len(spans.documents), known.shape[1]
     means, weights = known.new_empty(documents, dims), known.new_empty(len(slots), MOST_EXAMPLES)
     own = known.new_empty(documents, MOST_EXAMPLES, MOST_EXAMPLES)
@@ -214,27 +219,27 @@ def invert(matrices: torch.Tensor) -> None:
     _invert[(len(matrices),)](matrices, MOST=MOST_EXAMPLES, num_warps=4, **FUSED)
 
 
-def _rotated_keys(pages: Paged, slots: torch.Tensor, turn: Turn) -> torch.Tensor:
+def _rotated_keys(pages: Paged, slots: torch.Tensor, rotation: KeyRotation) -> torch.Tensor:
     """Return the rotated keys at `slots [T]`, in float32 `[T, H · D]`."""
     keys, (heads, size, dim) = pages.keys, pages.keys.shape[1:]
     out = torch.empty(len(slots), heads * dim, dtype=torch.float32, device=keys.device)
     _rotated[(triton.cdiv(len(slots), TOKENS), heads)](
-        out, *rows_of(turn), slots, keys, len(slots), pages.scales[0], size, *keys.stride()[:3],
-        BT=TOKENS, num_warps=4, **rotating(keys, turn),
+        out, *rows_of(rotation), slots, keys, len(slots), pages.scales[0], size, *keys.stride()[:3],
+        BT=TOKENS, num_warps=4, **rotating(keys, rotation),
     )  # fmt: skip
     return out
 
 
-def changes_of(canvas: Canvas[R], layer: int, slots: torch.Tensor, stored: KV, turn: Turn) -> torch.Tensor:
+def changes_of(canvas: Canvas[R], layer: int, slots: torch.Tensor, stored: KV, rotation: KeyRotation) -> torch.Tensor:
     """See `lmc.blend.kernels.shift.changes_of`."""
     pages = canvas.paged(layer)
     keys, values, (heads, size, dim) = pages.keys, pages.values, pages.keys.shape[1:]
     numbers = heads * (dim + values.shape[3])
     out = torch.empty(len(slots), numbers, dtype=torch.float32, device=keys.device)
     _changes[(triton.cdiv(len(slots), TOKENS), heads)](
-        out, *stored, *rows_of(turn), slots, keys, values, len(slots), VALUE_SHARE, *pages.scales, size,
+        out, *stored, *rows_of(rotation), slots, keys, values, len(slots), VALUE_SHARE, *pages.scales, size,
         *stored[0].stride()[:2], *stored[1].stride()[:2], *keys.stride()[:3], *values.stride()[:3],
-        BT=TOKENS, num_warps=4, **value_sizes(values), **rotating(keys, turn),
+        BT=TOKENS, num_warps=4, **value_sizes(values), **rotating(keys, rotation),
     )  # fmt: skip
     return out
 
@@ -246,17 +251,19 @@ def correct(
     weights: torch.Tensor,
     changes: torch.Tensor,
     spans: Spans,
-    turn: Turn,
+    rotation: KeyRotation,
 ) -> None:
     """See `lmc.blend.kernels.shift.correct`."""
     pages = canvas.paged(layer)
     keys, values, (heads, size, dim) = pages.keys, pages.values, pages.keys.shape[1:]
     wide = corrected_values(values.shape[3])
-    together = corrected(dim, values.shape[3], turn.cos.shape[1], scattered=turn.interleaved and pages.largest > 0)
+    together = corrected(
+        dim, values.shape[3], rotation.cos.shape[1], scattered=rotation.interleaved and pages.largest > 0
+    )
     _correct[(len(spans.tiles), heads, TILE // together)](
-        weights, changes, spans.tiles, *rows_of(turn), slots, keys, values, *pages.scales, size,
+        weights, changes, spans.tiles, *rows_of(rotation), slots, keys, values, *pages.scales, size,
         *keys.stride()[:3], *values.stride()[:3],
-        MOST=MOST_EXAMPLES, BT=together, LARGEST=pages.largest, num_warps=8, **wide, **rotating(keys, turn),
+        MOST=MOST_EXAMPLES, BT=together, LARGEST=pages.largest, num_warps=8, **wide, **rotating(keys, rotation),
     )  # fmt: skip
 
 

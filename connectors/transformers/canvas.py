@@ -8,9 +8,9 @@ import torch
 
 from lmc.blend.canvas import KV, Attention, Canvas, Groups, Paged, positions_of, writes_and_attends
 from lmc.blend.kernels.choice import kernels_of
-from lmc.blend.layer_attention import LayerAttention, turns_of
+from lmc.blend.layer_attention import LayerAttention, key_rotations
 from lmc.blend.measured_rope import Angles
-from lmc.blend.rope import Turn
+from lmc.blend.rope import KeyRotation
 from lmc.blend.segments import Placement
 from lmc.blend.staging import Staging
 from lmc.connectors.transformers.layers import DecoderLayers
@@ -59,18 +59,18 @@ class DenseCanvas(Canvas[DenseRows]):
             self._staging = Staging(self._stage, shapes, len(self._stored), self.device, stream)
 
     @cached_property
-    def _turns(self) -> Sequence[Turn]:
+    def _key_rotations(self) -> Sequence[KeyRotation]:
         """By layer, the rotations of stored keys to their positions."""
-        return turns_of(self.attentions, self._computed_at, self._stored)
+        return key_rotations(self.attentions, self._computed_at, self._stored)
 
     def place(self, layer: int) -> int:
         """Write a layer's stored keys, rotated, and values to their positions."""
         self._placed = layer + 1
         if self._staging is None:
-            self.kernels.place(self._parts(layer), self._turns[layer], self._stored, self.paged(layer))
+            self.kernels.place(self._parts(layer), self._key_rotations[layer], self._stored, self.paged(layer))
             return 0
         with self._staging.parts(layer) as staged:
-            self.kernels.place([staged], self._turns[layer], self._stored, self.paged(layer))
+            self.kernels.place([staged], self._key_rotations[layer], self._stored, self.paged(layer))
         return 0
 
     def _stage(self, layer: int, into: KV) -> None:

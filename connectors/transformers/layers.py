@@ -218,8 +218,8 @@ class DecoderLayers:
                 "soft_cap": float(named.get("softcap") or 0.0),
                 "latent": self.latent,
             }
-            turns = [rotation.turn(*ends) for rotation in rotations_of(angles[kind])]
-            found.append((seen, way_between(first, moved, turns)))
+            rotations = [rotation.between(*ends) for rotation in rotations_of(angles[kind])]
+            found.append((seen, way_between(first, moved, rotations)))
         return found
 
     def _has_window(self, kind: str) -> bool:

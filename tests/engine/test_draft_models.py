@@ -128,8 +128,8 @@ def test_the_keys_and_values_of_a_document_are_moved_to_its_new_position(lab):
     ((start, stop),) = prompt.spans
     keys, values = kv_of(lab, prompt.tokens, prompt.blend(strategy="none"), range(start, stop))
     attention = layers.attentions[layers.depth]
-    turn = attention.rotation.turn(torch.arange(len(document)), torch.arange(start, stop))
-    assert torch.allclose(rotated(alone[0], turn)[:-1], keys[:-1], atol=1e-5)
+    rotation = attention.rotation.between(torch.arange(len(document)), torch.arange(start, stop))
+    assert torch.allclose(rotated(alone[0], rotation)[:-1], keys[:-1], atol=1e-5)
     assert torch.allclose(alone[1][:-1], values[:-1], atol=1e-5)
     assert not torch.allclose(alone[0][:-1], keys[:-1], atol=1e-2), "the control: keys are rotated"
     lab.check()

@@ -76,7 +76,7 @@ def test_a_wrong_mask_and_a_wrong_slot_are_found(lab, monkeypatch, fault):
 
 def test_a_rotation_that_turns_the_wrong_way_is_found(lab, monkeypatch):
     rotate = place.rotate
-    monkeypatch.setattr(place, "rotate", lambda keys, turn, out: rotate(keys, turn._replace(sin=-turn.sin), out))
+    monkeypatch.setattr(place, "rotate", lambda keys, by, out: rotate(keys, by._replace(sin=-by.sin), out))
     with pytest.raises(UnsupportedModel, match="differ from the model's"):
         prove(lab)
 

@@ -3,7 +3,7 @@
 import torch
 
 from lmc.blend.canvas import Canvas, Paged, dense
-from lmc.blend.rope import Turn
+from lmc.blend.rope import KeyRotation
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}  # The interpreter computes products of bfloat16 wrongly.
 # Memory orders are handled before numbers are read, so one is enough for the other type of numbers.
@@ -80,6 +80,6 @@ class OneLayer(Canvas):
     def paged(self, layer):
         return self._pages
 
-    def turn(self, old, new):
+    def between(self, old, new):
         angles = (new - old)[:, None] * FREQUENCIES[: self._half]
-        return Turn(angles.cos(), angles.sin(), self._interleaved)
+        return KeyRotation(angles.cos(), angles.sin(), self._interleaved)

@@ -8,7 +8,7 @@ from test_copies import execute
 
 from lmc.blend.canvas import Paged
 from lmc.blend.kernels import place, place_triton
-from lmc.blend.rope import UNROTATED, Turn
+from lmc.blend.rope import UNROTATED, KeyRotation
 
 SHAPES = [(2, 64, 16, 64), (1, 80, 16, 80), (3, 96, 32, 48), (2, 128, 16, 128), (1, 128, 8, 32)]  # H, D, N, R
 STARTS = (3, 40, 41, 90)  # of documents, the third of which is empty
@@ -24,7 +24,7 @@ def problem(shape, dtype, layout="NHD", *, interleaved=False):
     new = torch.cat([torch.arange(start, start + count) for start, count in zip(STARTS, COUNTS, strict=True)])
     old = torch.cat([torch.arange(count) for count in COUNTS])
     canvas = OneLayer(pages, rotated=rotated, interleaved=interleaved)
-    return pages, parts, canvas.turn(old, new), new
+    return pages, parts, canvas.between(old, new), new
 
 
 def agree(found: Paged, wanted: Paged, dtype: torch.dtype) -> bool:
@@ -37,23 +37,23 @@ def agree(found: Paged, wanted: Paged, dtype: torch.dtype) -> bool:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", mostly_long(SHAPES, *SHAPES[2:]), ids=str)
 def test_what_is_placed_is_what_torch_places(shape, dtype, interleaved, layout):
-    pages, parts, turn, new = problem(shape, dtype, layout, interleaved=interleaved)
+    pages, parts, rotation, new = problem(shape, dtype, layout, interleaved=interleaved)
     slots, wanted = slots_of(pages, new), copied(pages)
-    place.place(parts, turn, slots, wanted)
-    place_triton.place(parts, turn, slots, pages)
+    place.place(parts, rotation, slots, wanted)
+    place_triton.place(parts, rotation, slots, pages)
     assert agree(pages, wanted, dtype)
 
 
 @pytest.mark.parametrize(("rotated", "heads"), [(32, 1), (16, 1), (32, 2)])
 def test_values_may_have_another_dim(rotated, heads):
-    _, _, turn, new = problem(SHAPES[0], torch.float32)
+    _, _, rotation, new = problem(SHAPES[0], torch.float32)
     pages = latent_pages(32, 80, 16, 140, torch.float32, heads)
     canvas = OneLayer(pages, rotated=rotated, interleaved=True)
-    turn = canvas.turn(new, new + 3)
+    rotation = canvas.between(new, new + 3)
     parts = [(torch.randn(count, heads, 32), torch.randn(count, heads, 80)) for count in COUNTS]
     slots, wanted = slots_of(pages, new), copied(pages)
-    place.place(parts, turn, slots, wanted)
-    place_triton.place(parts, turn, slots, pages)
+    place.place(parts, rotation, slots, wanted)
+    place_triton.place(parts, rotation, slots, pages)
     assert agree(pages, wanted, torch.float32)
     found, stored = place.gather(pages, slots), [torch.cat(half) for half in zip(*parts, strict=True)]
     assert torch.equal(found[1], stored[1])
@@ -64,7 +64,7 @@ def test_values_may_have_another_dim(rotated, heads):
 
 def test_keys_of_a_layer_without_positions_are_placed_as_they_are():
     pages, parts, _, new = problem(SHAPES[1], torch.float32)
-    slots, wanted, unrotated = slots_of(pages, new), copied(pages), UNROTATED.turn(new, new)
+    slots, wanted, unrotated = slots_of(pages, new), copied(pages), UNROTATED.between(new, new)
     place.place(parts, unrotated, slots, wanted)
     place_triton.place(parts, unrotated, slots, pages)
     assert torch.equal(pages.keys, wanted.keys)
@@ -72,10 +72,10 @@ def test_keys_of_a_layer_without_positions_are_placed_as_they_are():
 
 
 def test_bfloat16_is_placed():
-    pages, parts, turn, new = problem(SHAPES[0], torch.bfloat16)
+    pages, parts, rotation, new = problem(SHAPES[0], torch.bfloat16)
     wanted = copied(pages)
-    place.place(parts, turn, slots_of(pages, new), wanted)
-    place_triton.place(parts, turn, slots_of(pages, new), pages)
+    place.place(parts, rotation, slots_of(pages, new), wanted)
+    place_triton.place(parts, rotation, slots_of(pages, new), pages)
     difference = pages.keys.float() - wanted.keys.float()
     assert (difference.abs() <= 2**-7 * wanted.keys.float().abs()).all()  # The interpreter rounds towards zero.
     assert torch.equal(pages.values, wanted.values)
@@ -84,7 +84,7 @@ def test_bfloat16_is_placed():
 def test_what_does_not_move_keeps_its_bits_and_the_rest_keeps_its_own():
     pages, parts, _, new = problem(SHAPES[1], torch.float32)
     before, slots = copied(pages), slots_of(pages, new)
-    still = Turn(torch.ones(len(new), 40), torch.zeros(len(new), 40))
+    still = KeyRotation(torch.ones(len(new), 40), torch.zeros(len(new), 40))
     place_triton.place(parts, still, slots, pages)
     assert torch.equal(torch.stack(place.gather(pages, slots)), torch.cat(parts, dim=1))
     others = torch.ones(pages.keys.shape[0] * 16, dtype=torch.bool)
@@ -118,11 +118,11 @@ def test_rows_are_spread_over_parts_and_parts_staged_side_by_side(monkeypatch, i
 
 
 def test_a_prompt_in_one_block():
-    pages, parts, turn, new = problem(SHAPES[0], torch.float32)
+    pages, parts, rotation, new = problem(SHAPES[0], torch.float32)
     whole = Paged.of(as_dense(pages, 140))
     wanted = copied(whole)
-    place.place(parts, turn, new, wanted)
-    place_triton.place(parts, turn, new, whole)
+    place.place(parts, rotation, new, wanted)
+    place_triton.place(parts, rotation, new, whole)
     assert agree(whole, wanted, torch.float32)
 
 
@@ -133,16 +133,16 @@ def test_a_head_may_lie_behind_two_thousand_million_numbers(tmp_path):
     keys, values = (raw[at:].as_strided((4, heads, size, dim), (2 * size * dim, apart, 2 * dim, 1)) for at in (0, dim))
     pages, slots = Paged(keys, values, torch.arange(4, dtype=torch.int32)), torch.tensor([5, 40, 63])
     part = torch.randn(2, 3, heads, dim).half()
-    still = Turn(torch.ones(3, dim // 2), torch.zeros(3, dim // 2))
+    still = KeyRotation(torch.ones(3, dim // 2), torch.zeros(3, dim // 2))
     place_triton.place([part], still, slots, pages)
     assert torch.equal(torch.stack(place.gather(pages, slots)), part)
     assert torch.equal(torch.stack(place_triton.gather(pages, slots)), part)
 
 
 def test_nothing_is_placed():
-    pages, _, turn, new = problem(SHAPES[0], torch.float32)
+    pages, _, rotation, new = problem(SHAPES[0], torch.float32)
     before = copied(pages)
-    place_triton.place([], Turn(turn.cos[:0], turn.sin[:0]), new[:0], pages)
+    place_triton.place([], KeyRotation(rotation.cos[:0], rotation.sin[:0]), new[:0], pages)
     assert agree(pages, before, torch.float32)
 
 

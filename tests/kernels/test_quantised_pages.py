@@ -89,13 +89,13 @@ def test_latent_values_have_the_scale_of_the_keys(dtype):
 def test_what_is_placed_is_rotated_and_rounded_once(dtype, rotated):
     pages = some_pages(dtype)
     new = torch.arange(40, 70)
-    turn = layer_of(pages, rotated).turn(new - 40, new)
+    rotation = layer_of(pages, rotated).between(new - 40, new)
     keys, values = (rounded(4 * torch.randn(len(new), HEADS, DIM), dtype) for _ in range(2))
     keys[3] = torch.finfo(dtype).max  # Rotated, some of these are larger than the type's largest number.
     keys[4, 0, :2] = -torch.finfo(dtype).max
     slots, wanted = slots_of(pages, new), model_of(pages)
-    place.place([(keys.float(), values.float())], turn, slots, wanted)
-    place_triton.place([(keys, values)], turn, slots, pages)
+    place.place([(keys.float(), values.float())], rotation, slots, wanted)
+    place_triton.place([(keys, values)], rotation, slots, pages)
     found, wanted = place_triton.gather(pages, slots), place.gather(wanted, slots)
     assert torch.equal(found[1].float(), values.float())
     assert agree(found[0], rounded(wanted[0], dtype), dtype)
@@ -110,7 +110,7 @@ def test_deviations_and_changes_are_those_of_the_models_numbers(dtype):
     (slots,), stored = found.slots(at), tuple(torch.randn(2, HEADS, len(at), DIM).transpose(1, 2))
     far = place.deviation(wanted, 0, slots, stored[0])
     assert (place_triton.deviation(found, 0, slots, stored[0]) / far - 1).abs().max() <= 1e-5
-    back = found.turn(at, torch.zeros_like(at))
+    back = found.between(at, torch.zeros_like(at))
     changes = [one.changes_of(of, 0, slots, stored, back) for one, of in ((shift_triton, found), (shift, wanted))]
     assert (changes[0] - changes[1]).abs().max() <= 1e-5
 
@@ -125,16 +125,16 @@ def test_corrections_are_those_of_the_models_numbers(dtype, interleaved):
     examples, others = at[:13], at[13:]
     spans = Spans.of([len(others)], [len(examples)], uploads)
     uploads.send()
-    turns = [found.turn(one, torch.zeros_like(one)) for one in (examples, others)]
+    rotations = [found.between(one, torch.zeros_like(one)) for one in (examples, others)]
     stored, (slots,) = torch.randn(len(examples), HEADS, DIM), found.slots(others)
     weights = [
-        one.weights_of(of, 0, stored, slots, turns, spans) for one, of in ((shift_triton, found), (shift, wanted))
+        one.weights_of(of, 0, stored, slots, rotations, spans) for one, of in ((shift_triton, found), (shift, wanted))
     ]
     assert (weights[0] - weights[1]).abs().max() <= 1e-4
     weights = torch.randn(len(others), MOST_EXAMPLES) / MOST_EXAMPLES
     changes = torch.randn(len(examples), 2 * HEADS * DIM)
     changes[0, 5] = 1e6  # Corrected numbers may be larger than the type's largest one.
-    forth = found.turn(torch.zeros_like(others), others)
+    forth = found.between(torch.zeros_like(others), others)
     for one, of in ((shift_triton, found), (shift, wanted)):
         one.correct(of, 0, slots, weights, changes, spans, forth)
     for half, other, scale in zip(pages[:2], wanted.paged(0)[:2], SCALES, strict=True):

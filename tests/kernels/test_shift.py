@@ -46,7 +46,7 @@ KEPT = [case for case in CASES if case[0] in SHAPES[1:3] and case[1] == (case[2:
 @pytest.mark.parametrize(("shape", "interleaved", "dtype", "layout"), cases(CASES, *KEPT), ids=str)
 def test_changes_and_corrections_are_those_of_torch(shape, dtype, interleaved, layout):
     canvas, examples, others, stored = problem(shape, dtype, interleaved=interleaved, layout=layout)
-    back = canvas.turn(examples, torch.zeros_like(examples))
+    back = canvas.between(examples, torch.zeros_like(examples))
     found, wanted = (
         one.changes_of(canvas, 0, canvas.slots(examples)[0], stored, back) for one in (shift_triton, shift)
     )
@@ -54,7 +54,7 @@ def test_changes_and_corrections_are_those_of_torch(shape, dtype, interleaved, l
 
     counts = torch.randn(len(others), MOST_EXAMPLES) / MOST_EXAMPLES
     spans = spans_of(TOKENS, EXAMPLES)
-    forth, other = canvas.turn(torch.zeros_like(others), others), OneLayer(
+    forth, other = canvas.between(torch.zeros_like(others), others), OneLayer(
         copied(canvas.paged(0)), rotated=shape[3], interleaved=interleaved
     )  # fmt: skip
     before = copied(canvas.paged(0))
@@ -76,7 +76,7 @@ def test_values_of_another_dim_are_corrected(rotated, heads):
     positions = torch.randperm(count)
     examples, others = positions[: sum(EXAMPLES)], positions[sum(EXAMPLES) :]
     stored = torch.randn(len(examples), heads, 32), torch.randn(len(examples), heads, 80)
-    back, forth = canvas.turn(examples, 0 * examples), canvas.turn(0 * others, others)
+    back, forth = canvas.between(examples, 0 * examples), canvas.between(0 * others, others)
     found, wanted = (
         one.changes_of(canvas, 0, canvas.slots(examples)[0], stored, back) for one in (shift_triton, shift)
     )
@@ -92,9 +92,9 @@ def test_values_of_another_dim_are_corrected(rotated, heads):
 def weights(kernels, tokens, examples, shape, dtype, *, interleaved, layout="NHD"):
     """The weights of examples for tokens that stand anywhere."""
     canvas, known, others, (stored, _) = problem(shape, dtype, tokens, examples, interleaved=interleaved, layout=layout)
-    turns = tuple(canvas.turn(one, torch.zeros_like(one)) for one in (known, others))
+    rotations = tuple(canvas.between(one, torch.zeros_like(one)) for one in (known, others))
     spans = spans_of(tokens, examples)
-    return kernels.weights_of(canvas, 0, stored, canvas.slots(others)[0], turns, spans)
+    return kernels.weights_of(canvas, 0, stored, canvas.slots(others)[0], rotations, spans)
 
 
 @pytest.mark.parametrize(

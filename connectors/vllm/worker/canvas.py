@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from lmc.blend.canvas import KV, Attention, Groups, Paged, positions_of
-from lmc.blend.layer_attention import LayerAttention, turns_of
-from lmc.blend.rope import Turn
+from lmc.blend.layer_attention import LayerAttention, key_rotations
+from lmc.blend.rope import KeyRotation
 from lmc.blend.staging import AHEAD, Staging
 from lmc.connectors.vllm.messages import BlendJob
 from lmc.connectors.vllm.worker.native import NativeLayers, PagedRows, RowBatch
@@ -77,9 +77,9 @@ class PagedCanvas:
             self._staging = Staging(self._parts.stage, layers.shapes, len(new), self.device, stream)
 
     @cached_property
-    def _turns(self) -> Sequence[Turn]:
+    def _key_rotations(self) -> Sequence[KeyRotation]:
         """By layer, the rotations of stored keys to their positions."""
-        return turns_of(self.attentions, *self._positions)
+        return key_rotations(self.attentions, *self._positions)
 
     def place(self, layer: int) -> int:
         """Load the exact pages of a layer, and write its stored keys, rotated, and values into the other pages.
@@ -112,7 +112,7 @@ class PagedCanvas:
             self.write(layer, slots, keys, values)
 
     def _place(self, layer: int, parts: Sequence[KV], slots: torch.Tensor, into: Paged) -> None:
-        self.kernels.place(parts, self._turns[layer], slots, into)
+        self.kernels.place(parts, self._key_rotations[layer], slots, into)
 
     def _stored_in(self, layer: int) -> list[KV]:
         """Return the stored keys and values `[T, H, D]` of a layer, for each document, as `place` takes them.

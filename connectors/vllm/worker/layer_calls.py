@@ -148,8 +148,8 @@ class TransformersLayers:
         ways = []
         for layer, kind in enumerate(kinds):
             keys = keys_at(layer, ends)
-            turns = [rotation.turn(ends[:1], ends[1:]) for rotation in rotations_of(angles[kind])]
-            ways.append(way_between(keys[:1], keys[1:], turns))
+            rotations = [rotation.between(ends[:1], ends[1:]) for rotation in rotations_of(angles[kind])]
+            ways.append(way_between(keys[:1], keys[1:], rotations))
         return rotations_by_layer(kinds, ways, angles)
 
 

@@ -59,5 +59,5 @@ def memory_for(layers: NativeLayers, job: BlendJob) -> int:
     scores = layers.depth * tokens * torch.float32.itemsize
     # For each RoPE: cos and sin of the rotations that place documents, and that move keys to position 0 and back.
     rotations = {attention.rotation for attention in layers.attentions}
-    turns = 3 * len(rotations) * stored * shape.head_dim * torch.float32.itemsize
-    return UNUSED_BYTES + staged + weights + scores + turns + KV * tokens * layers.width * layers.computes.itemsize
+    angles = 3 * len(rotations) * stored * shape.head_dim * torch.float32.itemsize
+    return UNUSED_BYTES + staged + weights + scores + angles + KV * tokens * layers.width * layers.computes.itemsize
