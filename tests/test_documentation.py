@@ -50,6 +50,17 @@ def test_the_files_that_a_document_names_exist(document: Path) -> None:
     assert [path for path in paths if not (ROOT / path).exists() and path != made] == []
 
 
+def test_the_page_of_structure_names_what_its_files_define() -> None:
+    page = (ROOT / "docs" / "structure.md").read_text()
+    named = re.findall(r"`([\w.]+)`(?:,? (?:and|or) `([\w.]+)`)? in `([\w/]+\.py)`", page)
+    assert [
+        (name, file)
+        for *names, file in named
+        for name in filter(None, names)
+        if not re.search(rf"(def|class) {(last := name.split('.')[-1])}\b|\b{last}(: .+)? =", (ROOT / file).read_text())
+    ] == []
+
+
 def test_every_decision_is_linked_from_another_page() -> None:
     pages = "".join(page.read_text() for page in DOCUMENTS if page.parent.name != "decisions")
     assert [page.name for page in (ROOT / "docs" / "decisions").glob("*.md") if page.name not in pages] == []
