@@ -314,8 +314,8 @@ def test_clear_removes_exactly_the_records_of_one_namespace(tmp_path: Path) -> N
     [
         (["--namespace", "a1"], f"2 namespaces start with a1: {ONE.hex()}, {NEAR.hex()}; use more digits"),
         (["--namespace", "c3"], "no namespace starts with c3: use one of a1a1a1a1a1a1, a1ffa1ffa1ff, b2b2b2b2b2b2"),
-        (["--namespace", ""], "use first hex digits"),
-        (["--namespace", "../x"], "use first hex digits"),
+        (["--namespace", ""], "use the first hex digits"),
+        (["--namespace", "../x"], "use the first hex digits"),
         ([], "set the records to remove: --namespace DIGITS, --unused-for TIME, --keep GIB, or --all"),
         (["--unused-for", "1d", "--keep", "1"], "set the records to remove"),
         (["--unused-for", "long"], "invalid time 'long': use a number of seconds"),

@@ -522,8 +522,8 @@ class TestLMCache:
     @pytest.mark.parametrize(
         ("url", "why"),
         [
-            ("gs://user:hunter2@bucket/kv", "credentials do not belong into the URL"),
-            ("s3://bucket/kv?secret_access_key=hunter2", "credentials do not belong into the URL"),
+            ("gs://user:hunter2@bucket/kv", "credentials do not belong in the URL"),
+            ("s3://bucket/kv?secret_access_key=hunter2", "credentials do not belong in the URL"),
             ("s3:///kv", "an object store is written as s3://bucket/prefix"),
             ("gs://one,two/kv", "an object store is written as s3://bucket/prefix"),
             ("file://kv", "a shared directory is written as file:///path"),

@@ -463,7 +463,7 @@ def test_a_record_that_cannot_be_deleted_now_is_no_missing_one():
         store.fails["head_async"] = TimeoutError("away")
         assert tier.contains([K0]) == [False]
         assert not tier.usable
-        with pytest.raises(OSError, match="a record stays"):
+        with pytest.raises(OSError, match="a record was not deleted"):
             tier.delete(K0)
 
 

@@ -66,7 +66,7 @@ def with_fitting_chunks(settings: Settings, block_size: int) -> Settings:
     size = -(-settings.chunk_size // block_size) * block_size
     if size == settings.chunk_size:
         return settings
-    log.info("chunks have %d tokens instead of %d, because blocks have %d", size, settings.chunk_size, block_size)
+    log.info("raised chunk_size from %d to %d, a multiple of the block size %d", settings.chunk_size, size, block_size)
     return settings.model_copy(update={"chunk_size": size})
 
 

@@ -33,8 +33,8 @@ NOT_FOUND = 404
 Address = Annotated[
     str, typer.Option("--url", envvar="LMC_ADMIN", help="LMC_ADMIN address of the engine or cache server")
 ]
-Name = Annotated[str, typer.Argument(help="name of a document, or first digits of its id")]
-Names = Annotated[list[str], typer.Argument(help="names of documents, or first digits of their ids")]
+Name = Annotated[str, typer.Argument(help="name of a document, or the first digits of its id")]
+Names = Annotated[list[str], typer.Argument(help="names of documents, or the first digits of their ids")]
 documents = typer.Typer(
     no_args_is_help=True, help="List, show, pin and remove the documents that a running engine knows."
 )
@@ -262,7 +262,7 @@ def _with_field(field: str, url: str, response: Any, server: str) -> Any:
 
 def _path(name: str) -> str:
     if not name.strip():
-        raise InputError("document name is empty: use a name, or first digits of an id, from `lmc documents list`")
+        raise InputError("document name is empty: use a name, or the first digits of an id, from `lmc documents list`")
     return f"/v1/documents/{quote(name_of(name), safe='')}"
 
 

@@ -116,7 +116,7 @@ def find_namespace(prefix: str, namespaces: Iterable[bytes]) -> bytes:
     """Return the namespace whose digest starts with `prefix`. Raises `InputError` unless there is exactly one."""
     names = sorted({namespace.hex() for namespace in namespaces})
     if not re.fullmatch(r"[0-9a-f]{1,64}", prefix.lower()):
-        raise InputError(f"invalid namespace {prefix!r}: use first hex digits from lmc stat")
+        raise InputError(f"invalid namespace {prefix!r}: use the first hex digits from `lmc stat`")
     matches = [name for name in names if name.startswith(prefix.lower())]
     if len(matches) > 1:
         raise InputError(f"{len(matches)} namespaces start with {prefix}: {', '.join(matches)}; use more digits")

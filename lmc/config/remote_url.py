@@ -116,7 +116,7 @@ def _parse_object_url(url: str, scheme: str) -> ObjectURL:
         options += [("account_name", bucket.partition(".")[0])]
         login, bucket = "", login
     if any(SECRET.search(name) for name, _ in options) or (login and STORES[scheme] != STORES["s3"]):
-        raise ValueError("credentials do not belong into the URL of an object store; they come from the environment")
+        raise ValueError("credentials do not belong in the URL of an object store; set them in the environment")
     if STORES[scheme] == STORES["file"]:
         # LMCache writes fs://host:port/path. The host means nothing for a directory that is mounted here.
         is_relative = bucket in (".", "..") or (scheme == "file" and bucket not in ("", "localhost"))
@@ -126,7 +126,7 @@ def _parse_object_url(url: str, scheme: str) -> ObjectURL:
     if ":" in bucket or "@" in path:
         raise ValueError("a / in the secret of an object store's URL is written as %2F")
     if any("@" in value for _, value in options):
-        raise ValueError("credentials do not belong into the endpoint of an object store; set them in the environment")
+        raise ValueError("credentials do not belong in the endpoint of an object store; set them in the environment")
     if not bucket or "," in bucket:
         raise ValueError("an object store is written as s3://bucket/prefix")
     if login:

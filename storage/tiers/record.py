@@ -168,7 +168,7 @@ def header_of(blob: bytes, key: ChunkKey, record: int) -> RecordMeta:
     """Decode the header of a record of `record` bytes under a key. Raises `CorruptRecord` for any other record."""
     meta = decode_header(blob)
     if meta.key != key:
-        raise CorruptRecord("the record of another key")
+        raise CorruptRecord("the header has another key")
     if record != len(blob) + meta.offset(meta.parts):
         raise CorruptRecord("record size is not what the header says")
     return meta

@@ -184,7 +184,7 @@ class ObjectTier(PoolTier):
     def delete(self, key: ChunkKey) -> bool:
         """Delete a record. Returns false if it was missing."""
         if not self.usable:
-            raise OSError(f"{self._title} does not respond: a record stays")
+            raise OSError(f"{self._title} does not respond: a record was not deleted")
         there = bool(self._answer(self._calls.begin(self._exists(key))))
         if there:
             with contextlib.suppress(FileNotFoundError):

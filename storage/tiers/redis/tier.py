@@ -121,7 +121,7 @@ class RedisTier:
         header, total = self._header(key), VALUES_LIMIT * LARGEST
         server = self.servers.of(header)
         if server is None:
-            raise OSError(f"{self.name} does not respond: a record stays")
+            raise OSError(f"{self.name} does not respond: a record was not deleted")
         with server.connection() as connection, contextlib.suppress(CorruptRecord, TooLong):
             (blob,) = connection.call_all([command("GET", header)])
             if blob is None:
@@ -241,9 +241,9 @@ class RedisTier:
             raise OSError(f"{server.name}: no value, though one was asked for")
         meta = decode_header(blob)
         if meta.key != key:
-            raise CorruptRecord("the record of another key")
+            raise CorruptRecord("the header has another key")
         if meta.offset(meta.parts) > VALUES_LIMIT * LARGEST:
-            raise CorruptRecord("a record larger than any that is written")
+            raise CorruptRecord("the record is larger than the limit")
         return RedisReader(self.discard, self.delete, server, meta, self._header(key))
 
     def _write(self, connection: Connection, meta: RecordMeta, cursor: Cursor, aside: dict[bytes, int]) -> Written:
