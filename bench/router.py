@@ -23,7 +23,7 @@ from lmc.router.policies import POLICIES, make, policy_class
 from lmc.router.policies.base import Policy
 from lmc.router.policy_types import Candidate
 
-PREFIX = ("prefix_hash_trie", "cache_aware", "chwbl", "block_hash", "approx_lru", "simhash")  # see beginnings only
+PREFIX = ("prefix_hash_trie", "cache_aware", "chwbl", "block_hash", "approx_lru", "simhash")  # see prefixes only
 LEFT_OUT = ("precise",)  # needs engines that publish events of blocks
 POOLED, DOCUMENTS, TOLD = "pooled", "documents", "documents, told"
 PER_ENGINE = 5.0  # requests a second
@@ -99,7 +99,7 @@ def compared(traced: Mapping[str, Trace], policies: Sequence[str]) -> dict[str, 
 
 
 def line_of(outcomes: Mapping[str, Outcome], suffix: str = "", ours: str = DOCUMENTS) -> dict[str, float]:
-    """Return how `documents` compares with one cache of all engines, and with the best policies by beginnings."""
+    """Return how `documents` compares with one cache of all engines, and with the best policies by prefixes."""
     one = outcomes[ours]
     best_share = max(outcomes[name].document_share for name in PREFIX)
     best_ttft = min(outcomes[name].ttft for name in PREFIX)

@@ -1,6 +1,6 @@
 """A simulator of a router's engines: virtual time, real policies.
 
-An engine computes prompts one after the other. On its GPU it has the beginnings of prompts that it met last, and in
+An engine computes prompts one after the other. On its GPU it has the prefixes of prompts that it met last, and in
 memory and on a disk the documents, each as much as fits. A pool, if there is one, has all documents from the start, as
 after `lmc learn`, for all engines. An engine reads them if that is faster than computing. It blends. A document that it
 did not have is learned after the answer has begun, which keeps it busy as long as computing the document does. What an
@@ -39,7 +39,7 @@ class Fleet:
     """The engines, which are all alike. Rates are those of a model of 8 billion weights on one H100, about."""
 
     engines: int = 8
-    gpu: float = 93_750.0  # tokens of beginnings of prompts that one engine keeps
+    gpu: float = 93_750.0  # tokens of prefixes of prompts that one engine keeps
     memory: float = 187_500.0  # tokens of documents in its memory
     disk: float = 0.0  # tokens of documents on its disk
     rate: float = 20_000.0  # tokens computed in a second

@@ -624,7 +624,7 @@ def test_what_size_cannot_read_is_said(tmp_path: Path) -> None:
                 "hidden_size": 4096,
             },
             30 * 2 * 4096 * 2,
-            "documents cannot be blended, and only equal beginnings of prompts are reused: its attention has ALiBi",
+            "documents cannot be blended, and only equal prefixes of prompts are reused: its attention has ALiBi",
         ),
         (
             {

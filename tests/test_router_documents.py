@@ -362,7 +362,7 @@ def test_what_was_reused_of_documents_says_nothing_about_beginnings(monkeypatch)
     assert policy.choose(prompt("two", "one"), engines(1)).expected_tokens == pytest.approx(200, rel=0.01)
     again = policy.choose(asked, engines(1))
     assert again.expected_tokens == pytest.approx(200, rel=0.1), "as documents, if not as a part of the beginning"
-    assert again.beginning_tokens > 2000
+    assert again.prefix_tokens > 2000
 
 
 def test_a_burst_of_equal_beginnings_says_nothing_about_an_engine():
@@ -534,7 +534,7 @@ def test_kv_events_say_which_beginnings_an_engine_has():
     assert policy.scores(request, [a, b]) == {a.name: 1023, b.name: 512}, "it was sent a moment ago"
     now[0] += LEARNING_SECONDS + 1
     assert policy.scores(request, [a, b]) == {a.name: 32, b.name: 512}
-    assert [offer.assumed_beginning for offer in policy.offers(request, [a, b])] == [0, 0], "nothing is assumed"
+    assert [offer.assumed_prefix for offer in policy.offers(request, [a, b])] == [0, 0], "nothing is assumed"
     assert policy.choose(request, [a, b]).engine == b.name
     other = PromptRequest(text="x" * 4096, model="m", salt="other", tokens=request.tokens)
     assert set(policy.scores(other, [a, b]).values()) == {0}

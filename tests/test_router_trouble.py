@@ -190,7 +190,7 @@ def test_an_answer_that_ends_after_its_engine_has_gone_leaves_nothing():
     choice = policy.choose(request, [Candidate(URL)])
     policy.sent(request, URL)
     policy.forget(URL)
-    policy.answered(request, choice._replace(assumed_tokens=10.0, assumed_beginning=10.0), Usage(1000, 500, None, {}))
+    policy.answered(request, choice._replace(assumed_tokens=10.0, assumed_prefix=10.0), Usage(1000, 500, None, {}))
     assert policy.index.sizes(URL) == {}
     assert len(policy.index) == 0
 

@@ -87,7 +87,7 @@ def model_facts(name: str | Path, dtype: str | None = None) -> ModelFacts:
         if states := sorted(kinds & STATE_KINDS):
             raise InputError(
                 f"documents of {name} cannot be blended: it has layers with a state ({', '.join(states)}). In vLLM, "
-                "equal beginnings of prompts are reused, and their size depends on the engine's blocks"
+                "equal prefixes of prompts are reused, and their size depends on the engine's blocks"
             )
         if others := sorted(kinds - ATTENTION_KINDS):
             raise InputError(f"lmc does not know the sizes of the layers of {name}: {', '.join(others)}")

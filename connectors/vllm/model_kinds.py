@@ -178,7 +178,7 @@ def _not_stored(spec: Any) -> str:
     if type(spec).__name__ not in STORED:
         return f"it has layers of an unknown kind ({type(spec).__name__})"
     if getattr(spec, "non_causal", False):
-        return "tokens of a prompt attend to later ones, so its KV does not serve other prompts with the same beginning"
+        return "tokens of a prompt attend to later ones, so its KV does not serve other prompts with the same prefix"
     return ""
 
 

@@ -1,7 +1,7 @@
-"""Finds text that the prompts of a tenant repeat after different beginnings, so that it is worth learning.
+"""Finds text that the prompts of a tenant repeat after different prefixes, so that it is worth learning.
 
-An engine's own prefix cache already has text that repeats after the same beginning. The tool results and files of an
-agent, and the passages of a RAG application, come again after another beginning.
+An engine's own prefix cache already has text that repeats after the same prefix. The tool results and files of an
+agent, and the retrieved documents of a RAG application, come again after another prefix.
 
 Of each prompt, the fingerprints of a few windows of `WINDOW` tokens are kept, those that winnowing chooses (Schleimer,
 Wilkerson, Aiken 2003): the same windows wherever the text is, at least one in `EVERY` consecutive windows. A hash of
@@ -56,7 +56,7 @@ class Repeats:
         """Return what a prompt repeats from position `start` on, up to `NEAR` tokens at its ends. Remember the prompt.
 
         `blocks` are the hashes of the prompt's full blocks of `block_size` tokens. Each hash covers all tokens up to
-        the end of its block. Text before `start` is not repeated: the engine has it after the same beginning.
+        the end of its block. Text before `start` is not repeated: the engine has it after the same prefix.
         """
         first = max(0, start - WINDOW - EVERY)
         at, prints = self._fingerprints(tenant, prompt[first:])

@@ -54,7 +54,7 @@ def explain(
                 why = _what_differs(tokens, near, differs, decode)
             why = why or _why_never_known(engine, document)
         elif not reused:
-            why = refused or plan.note or "it lies in the beginning of the prompt, which is reused exactly"
+            why = refused or plan.note or "it lies in the prefix of the prompt, which is reused exactly"
         if not document.learnable and not there and not document.known:
             continue  # The system text: it may be a document, but rarely is.
         text = decode(tokens[:PREVIEW_CHARACTERS])[:PREVIEW_CHARACTERS]

@@ -1,4 +1,4 @@
-"""Cuts prompts for the router into the documents that engines cache, and the blocks of the prompt's beginning.
+"""Cuts prompts for the router into the documents that engines cache, and the blocks of the prompt's prefix.
 
 Without tokens, a prompt is cut at the special string in its text. Token counts are then estimated, and a document is
 identified by its text without surrounding white space. Documents elsewhere in the prompt are found before

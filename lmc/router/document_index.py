@@ -1,7 +1,7 @@
-"""The index of the `documents` policy: the documents and prompt beginnings that each cache has.
+"""The index of the `documents` policy: the documents and the prefixes of prompts that each cache has.
 
 Engines report documents in events. Without events, and for documents whose tokens are unknown, a cache is assumed to
-have what its engines were sent last, as much as fits. The same holds for the beginnings of prompts. The engines'
+have what its engines were sent last, as much as fits. The same holds for the prefixes of prompts. The engines'
 answers show how often this assumption is right, and which tiers the tokens came from.
 """
 
@@ -17,7 +17,7 @@ from lmc.router.policy_types import TakeBack
 from lmc.router.prefix_hashes import leading
 from lmc.storage.places import place_of
 
-PREFIX_SHARE = 0.5  # share of a cache's tokens that prompt beginnings may take in this index
+PREFIX_SHARE = 0.5  # share of a cache's tokens that prefixes of prompts may take in this index
 LEARNING_SECONDS = 10.0  # time in which a document should be stored after its request was sent
 FAR = 0.7  # weight of a reused token that is not in memory
 MEDIUM_WEIGHTS = {"GPU": 1.0, "CPU": 1.0, "STORAGE": FAR}  # weight by medium, as in events
@@ -42,15 +42,15 @@ NOT_STORED, ASSUMED = DocumentState(0.0, 0.0, is_stored=False), DocumentState(1.
 COMING = NOT_STORED._replace(is_coming=True)
 
 
-class Beginning(NamedTuple):
-    """What is known about the beginning of a prompt in a cache."""
+class CachedPrefix(NamedTuple):
+    """What is known about the prefix of a prompt in a cache."""
 
     tokens: float = 0.0  # routed there before
     certainty: float = 1.0  # probability that the cache has them
     assumed: float = 0.0  # of these tokens, those routed long enough ago to be stored
 
 
-NO_BEGINNING = Beginning()
+NO_PREFIX = CachedPrefix()
 
 
 class ReportedDocument(NamedTuple):
@@ -87,26 +87,26 @@ class DocumentIndex:
         if assumed > 0 and cache in self._caches and not self.is_reported(cache):  # Its engine may have been removed.
             self._caches[cache].documents.learn(tenant, min(reused / assumed, 1.0), places)
 
-    def answered_beginning(self, cache: str, tenant: str, assumed: float, reused: float) -> None:
-        """Learn the same about the beginning of a prompt."""
+    def answered_prefix(self, cache: str, tenant: str, assumed: float, reused: float) -> None:
+        """Learn the same about the prefix of a prompt."""
         if assumed > 0 and cache in self._caches:
-            self._caches[cache].beginnings.learn(tenant, min(max(reused, 0.0) / assumed, 1.0))
+            self._caches[cache].prefixes.learn(tenant, min(max(reused, 0.0) / assumed, 1.0))
 
-    def beginning(self, cache: str, cut: Cut) -> Beginning:
-        """Return what is known about the beginning of a prompt in a cache, from what was routed there."""
+    def cached_prefix(self, cache: str, cut: Cut) -> CachedPrefix:
+        """Return what is known about the prefix of a prompt in a cache, from what was routed there."""
         contents = self._read(cache)
         if not (sent := contents.prefix(cut)):
-            return NO_BEGINNING
+            return NO_PREFIX
         learned_blocks = contents.prefix_until(cut, sent, self._clock() - LEARNING_SECONDS)
-        certainty = contents.beginnings.of(cut.tenant).certainty
-        return Beginning(sent * cut.block_tokens, certainty, learned_blocks * cut.block_tokens)
+        certainty = contents.prefixes.of(cut.tenant).certainty
+        return CachedPrefix(sent * cut.block_tokens, certainty, learned_blocks * cut.block_tokens)
 
     def prefix(self, cache: str, cut: Cut, within: float) -> float:
-        """Return the tokens of a prompt's beginning that were routed to a cache in the last `within` seconds."""
+        """Return the tokens of a prompt's prefix that were routed to a cache in the last `within` seconds."""
         return self._read(cache).prefix(cut, self._clock() - within) * cut.block_tokens
 
     def oldest(self, cache: str) -> float:
-        """Return when the beginning that is evicted next was last used; minus infinity if nothing is evicted."""
+        """Return when the prefix that is evicted next was last used; minus infinity if nothing is evicted."""
         return self._read(cache).oldest
 
     def room(self, cache: str) -> float:
@@ -167,7 +167,7 @@ class DocumentIndex:
 class Reliability:
     """How reliable assumptions about a cache are, by tenant, learned from the engines' answers.
 
-    Beginnings of prompts have a certainty; documents have the weight of a tier too.
+    Prefixes have a certainty; documents have the weight of a tier too.
     """
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ class _Cache:
         self._chunk_tokens = 1
         self._sent = FairLru[bytes, float](tokens)  # arrival times of documents, by tenant
         self._blocks = FairLru[int, tuple[float, float]](tokens * PREFIX_SHARE)  # arrival and last use
-        self.documents, self.beginnings = Reliability(), Reliability()
+        self.documents, self.prefixes = Reliability(), Reliability()
 
     @property
     def room(self) -> float:

@@ -30,7 +30,7 @@ class CacheSource(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The beginning of a prompt that an engine has."""
+    """The prefix of a prompt that an engine has."""
 
     score: float = 0.0  # tokens, weighted by tier
     tokens: int = 0

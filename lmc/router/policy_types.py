@@ -84,9 +84,9 @@ class RoutingChoice(NamedTuple):
     why: str  # a fixed phrase, because it labels a metric: "longest prefix", "least loaded"
     expected_tokens: float = 0.0  # prompt tokens that the engine is expected to reuse, as far as the policy can tell
     cost: float = 0.0  # tokens that the engine is expected to compute; 0 if the policy does not estimate it
-    beginning_tokens: float = 0.0  # tokens at the start of the prompt, routed there before or confirmed by events
+    prefix_tokens: float = 0.0  # tokens at the start of the prompt, routed there before or confirmed by events
     assumed_tokens: float = 0.0  # document tokens routed there but not confirmed by events
-    assumed_beginning: float = 0.0  # tokens at the start of the prompt, routed there but not confirmed by events
+    assumed_prefix: float = 0.0  # tokens at the start of the prompt, routed there but not confirmed by events
 
 
 class Usage(NamedTuple):

@@ -38,7 +38,7 @@ def byte_blocks(data: bytes, size: int) -> list[bytes]:
 
 
 def leading(hashes: Sequence[int], holds: Callable[[int], bool]) -> int:
-    """Return how many hashes at the beginning are held, with O(log n) calls of `holds`.
+    """Return how many leading hashes are held, with O(log n) calls of `holds`.
 
     A holder of a block must hold all blocks before it.
     """

@@ -38,7 +38,7 @@ BREAKERS = Name(
     ENGINE_LABELS,
     gauge=True,
 )
-INDEXED = Name("router_index_entries", "documents and beginnings of prompts in the index", gauge=True)
+INDEXED = Name("router_index_entries", "documents and prefixes of prompts in the index", gauge=True)
 ENGINE_INDEXED = Name(
     "router_engine_index_entries", "index entries of an engine's cache, by kind", ("engine", "kind"), gauge=True
 )

@@ -133,7 +133,7 @@ class Visit:
         if prompt is None or cached is None:
             return None
         if documents is None:
-            documents = max(cached - round(self.choice.beginning_tokens), 0)
+            documents = max(cached - round(self.choice.prefix_tokens), 0)
         return prompt - cached + documents * self.engine.candidate.ratio
 
 

@@ -2,7 +2,7 @@
 
 A blend saves computing in its own request. A later turn of the conversation, or another question about the same
 documents, may cost more because of it: vLLM's prefix cache would have the documents exactly, but after a blend the
-later turn revises it, and the other question is computed from the beginning. On an engine that rests now and then,
+later turn revises it, and the other question is computed from its start. On an engine that rests now and then,
 backfill computes blends exactly before that (`backfill.py`). On an engine that never rests, conversations of several
 turns cost more with blends than without them.
 

@@ -25,7 +25,7 @@ from lmc.storage.cost_model import BlendOffer, LoadPolicy
 
 # The note of a prompt that repeats the documents of an earlier blend in the same order. It is computed exactly, so that
 # later prompts find its blocks in the engine's own cache.
-REPEATED = "its documents are computed, so that the engine's own cache has them for further prompts with this beginning"
+REPEATED = "its documents are computed, so that the engine's own cache has them for further prompts with this prefix"
 UNPROFITABLE = (
     "stored documents were computed: recent blends cost later requests more than they saved, because the engine was "
     "not idle between them"

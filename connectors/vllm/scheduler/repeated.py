@@ -1,6 +1,6 @@
 """Learns text that prompts repeat (`blend_find: repeated`), without being told what a document is.
 
-A text that a second prompt of a tenant has after another beginning is learned as a document when this request ends. A
+A text that a second prompt of a tenant has after another prefix is learned as a document when this request ends. A
 third prompt reuses it. Learning may take `SHARE` of the time, so that it never delays requests noticeably.
 """
 

@@ -88,7 +88,7 @@ class Learning:
 
     allowed: bool = True  # Unknown documents of the request may be learned.
     unknown: tuple[DocumentMatch, ...] = ()  # documents to learn
-    repeats: tuple[Span, ...] = ()  # what the prompt repeats of earlier prompts after other beginnings
+    repeats: tuple[Span, ...] = ()  # what the prompt repeats of earlier prompts after other prefixes
     # Of a request to learn
     name: str = ""  # name for its documents
     queued: tuple[Unlearned, ...] = ()  # documents that it has put into the queue

@@ -127,7 +127,7 @@ def size(
     blended = f"documents can be blended by vLLM with lmc ({facts.architectures[0]})"
     if not TESTED.keys() & set(facts.architectures):
         blended += ", if the model passes the self-test at start: this architecture has not been tested"
-    no = f"documents cannot be blended, and only equal beginnings of prompts are reused: {facts.unblended}"
+    no = f"documents cannot be blended, and only equal prefixes of prompts are reused: {facts.unblended}"
     console().print(Text(no if facts.unblended else blended))
     console().print(Text("\n".join([*_lines(sizes), *map(printable, corpus.warnings)])))
 

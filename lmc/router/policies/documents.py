@@ -2,9 +2,9 @@
 
 We know of no other router that routes by documents. The expected time of an engine is
 
-    (backlog + prompt − cached beginning − Σ cached documents · (1 − ratio) · weight of their tier) / rate
+    (backlog + prompt − cached prefix − Σ cached documents · (1 − ratio) · weight of their tier) / rate
 
-`ratio` is the share of a reused document that an engine recomputes. Documents and beginnings that were routed to an
+`ratio` is the share of a reused document that an engine recomputes. Documents and prefixes that were routed to an
 engine but not confirmed by its events are weighted by how often such assumptions were right in its last answers.
 
 Engines with more than their share of the requests get a surcharge, so that a few popular documents do not fill one
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from lmc.router.cut import SEPARATED, Cut, Cutter, tenant
-from lmc.router.document_index import LEARNING_SECONDS, Beginning, DocumentIndex
+from lmc.router.document_index import LEARNING_SECONDS, CachedPrefix, DocumentIndex
 from lmc.router.fair_lru import FairLru
 from lmc.router.kv_index import BlockIndex, chains
 from lmc.router.policies.base import Needs, Policy, check, check_count
@@ -65,7 +65,7 @@ class Documents(Policy):
         check(stay >= 1, "stay", stay, "1 or more")
         check_count("conversations", conversations)
         check_count("ranks", ranks)
-        self.blocks = BlockIndex()  # the beginnings of prompts, according to KV events
+        self.blocks = BlockIndex()  # the prefixes of prompts, according to KV events
         self.cutter, self.index = Cutter(special_string), DocumentIndex(cache_tokens, clock)
         self.needs = Needs(blocks=self.blocks, ranks=ranks, documents=self.index, cutter=self.cutter)
         self._ratio, self._surcharge, self._displacement = ratio, surcharge, displacement
@@ -85,7 +85,7 @@ class Documents(Policy):
             tied = [offer for offer in offers if offer.seconds <= shortest * (1 if cut.documents else TIE_FACTOR)]
             chosen = min(tied, key=lambda offer: self._order(request, cut, offer.candidate))
             reason = "documents" if chosen.documents else "beginning" if chosen.reused else "least time"
-        assumed = chosen.beginning, chosen.assumed, chosen.assumed_beginning
+        assumed = chosen.prefix, chosen.assumed, chosen.assumed_prefix
         return RoutingChoice(chosen.candidate.name, reason, chosen.reused, chosen.cost, *assumed)
 
     def sent(self, request: PromptRequest, engine: str) -> TakeBack:
@@ -121,10 +121,10 @@ class Documents(Policy):
         cache, owner = self._cache_of.get(choice.engine, choice.engine), tenant(request)
         reused: float | None = usage.document_tokens
         if usage.cached_tokens is not None:
-            # Without a number for documents, the first cached tokens count as the beginning.
-            beginning = usage.cached_tokens - (reused or 0)
-            self.index.answered_beginning(cache, owner, choice.assumed_beginning, beginning)
-            reused = max(0.0, usage.cached_tokens - choice.beginning_tokens) if reused is None else reused
+            # Without a number for documents, the first cached tokens count as the prefix.
+            prefix = usage.cached_tokens - (reused or 0)
+            self.index.answered_prefix(cache, owner, choice.assumed_prefix, prefix)
+            reused = max(0.0, usage.cached_tokens - choice.prefix_tokens) if reused is None else reused
         if reused is not None:
             self.index.answered(cache, owner, choice.assumed_tokens, reused, usage.places)
 
@@ -151,28 +151,28 @@ class Documents(Policy):
         cut, mean = self._cut(request), (sum(candidate.load for candidate in candidates) + 1) / len(candidates)
         return [self._offer(request, cut, candidate, mean) for candidate in candidates]
 
-    def _beginning(self, request: PromptRequest, cut: Cut, candidate: Candidate) -> Beginning:
-        """Return the beginning of a prompt that an engine has, according to KV events if the engine publishes them.
+    def _cached_prefix(self, request: PromptRequest, cut: Cut, candidate: Candidate) -> CachedPrefix:
+        """Return the prefix of a prompt that an engine has, according to KV events if the engine publishes them.
 
         KV events need the prompt's tokens. They do not cover yet what was sent a moment ago.
         """
         if request.tokens is None or not self.blocks.block_sizes(candidate.name):
-            return self.index.beginning(candidate.cache, cut)
+            return self.index.cached_prefix(candidate.cache, cut)
         assert self._last is not None
         confirmed = self.blocks.longest(candidate.name, self._last[2]).tokens
-        return Beginning(max(confirmed, self.index.prefix(candidate.cache, cut, LEARNING_SECONDS)))
+        return CachedPrefix(max(confirmed, self.index.prefix(candidate.cache, cut, LEARNING_SECONDS)))
 
     def _offer(self, request: PromptRequest, cut: Cut, candidate: Candidate, mean_load: float) -> "EngineOffer":
         self._cache_of[candidate.name] = candidate.cache
         ratio = candidate.ratio if self._ratio is None else self._ratio
-        start, limit = self._beginning(request, cut, candidate), max(cut.tokens - 1, 0.0)
+        start, limit = self._cached_prefix(request, cut, candidate), max(cut.tokens - 1, 0.0)
         sent = min(start.tokens, limit)
-        beginning = sent * start.certainty
+        prefix = sent * start.certainty
         blended = worth = coming = new = assumed = 0.0
         documents = 0
         matches = self.index.find(candidate.cache, cut.documents, cut.tenant)
         for document, match in zip(cut.documents, matches, strict=True):
-            outside = min(document.tokens, document.stop - beginning)  # tokens that are not in the beginning
+            outside = min(document.tokens, document.stop - prefix)  # tokens that are not in the prefix
             is_separated = document.how == SEPARATED
             if outside <= 0 or not (is_separated or candidate.finds):
                 continue
@@ -188,21 +188,21 @@ class Documents(Policy):
         if blended < candidate.blend_min_tokens:
             blended = worth = assumed = 0.0
             documents = 0
-        cost = max(cut.tokens - beginning - worth * (1 - ratio), 1.0)
+        cost = max(cut.tokens - prefix - worth * (1 - ratio), 1.0)
         displaced = min(new, max(0.0, new - self.index.room(candidate.cache)))
         excess = max(0.0, candidate.load / mean_load - 1)
         # Documents that are being learned need not be learned again, though they may come too late for this prompt.
         work = candidate.backlog + max(cost - coming * (1 - ratio), 1.0)
         work += self._surcharge * excess * cut.tokens + self._displacement * displaced
-        reused = min(beginning + blended, cut.tokens)
-        assumed_beginning = min(start.assumed, limit)
-        return EngineOffer(candidate, work / candidate.rate, cost, reused, sent, documents, assumed, assumed_beginning)
+        reused = min(prefix + blended, cut.tokens)
+        assumed_prefix = min(start.assumed, limit)
+        return EngineOffer(candidate, work / candidate.rate, cost, reused, sent, documents, assumed, assumed_prefix)
 
     def _home(self, request: PromptRequest, cut: Cut, offers: Sequence["EngineOffer"]) -> "EngineOffer | None":
         """Return the engine of a conversation: that of its session, or the only one with most of the prompt."""
         engine = self._engine_of.get(request.scope, request.session_key) if request.session else None
         if engine is None:
-            continued = [offer for offer in offers if offer.beginning > cut.tokens / 2]
+            continued = [offer for offer in offers if offer.prefix > cut.tokens / 2]
             return continued[0] if len(continued) == 1 else None
         return next((offer for offer in offers if offer.candidate.name == engine), None)
 
@@ -210,7 +210,7 @@ class Documents(Policy):
         """Return the sort key between tied engines.
 
         Documents go to the engine that the heaviest of them hashes to. A new conversation goes to the cache whose
-        oldest beginning has been unused for the longest time, because that is the least likely to be requested again.
+        oldest prefix has been unused for the longest time, because that is the least likely to be requested again.
         A prompt without a whole block, about which nothing is stored, goes to the engine with the fewest requests.
         """
         if cut.documents:
@@ -235,10 +235,10 @@ class EngineOffer(NamedTuple):
     seconds: float  # expected time to the first token, with surcharges
     cost: float  # tokens to compute
     reused: float  # tokens expected to be reused
-    beginning: float  # tokens at the start of the prompt, routed there before or confirmed by events
+    prefix: float  # tokens at the start of the prompt, routed there before or confirmed by events
     documents: int  # number of the prompt's documents in its cache
     assumed: float  # document tokens routed there but not confirmed by events
-    assumed_beginning: float  # tokens at the start of the prompt, routed there but not confirmed by events
+    assumed_prefix: float  # tokens at the start of the prompt, routed there but not confirmed by events
 
 
 def _distance(key: bytes, candidate: Candidate) -> int:

@@ -39,7 +39,7 @@ class LruIndex:
             self._servers.get(server, OrderedDict()).pop(block, None)
 
     def leading(self, server: str, hashes: Sequence[int]) -> int:
-        """Return how many blocks at the beginning of a prompt a server has."""
+        """Return how many blocks of a prompt's prefix a server has."""
         blocks = self._servers.get(server)
         return leading(hashes, blocks.__contains__) if blocks else 0
 

@@ -1,4 +1,4 @@
-"""The policy `chwbl`: consistent hashing with bounded loads on the beginning of the prompt."""
+"""The policy `chwbl`: consistent hashing with bounded loads on the prefix of the prompt."""
 
 from collections.abc import Sequence
 
@@ -13,13 +13,13 @@ def within_bound(load: int, total: int, engines: int, factor: float) -> bool:
 
 
 class BoundedLoads(Policy):
-    """The first engine within the load bound, in ring order from the hash of the prompt's beginning.
+    """The first engine within the load bound, in ring order from the hash of the prompt's prefix.
 
     Source: KubeAI's prefix hashing (its document on load balancing), after Mirrokni, Thorup and Zadimoghaddam's
     consistent hashing with bounded loads: the first 100 characters and the LoRA adapter's name are the key, each engine
     has 256 points, and loads are bounded by 1.25 times their mean. If all engines are above the bound, the first one
     gets the request. KubeAI has a ring for each model. Here the candidates are those of the model, and the scope is in
-    the key, because tenants with the same beginning share nothing in the engines' caches.
+    the key, because tenants with the same prefix share nothing in the engines' caches.
     """
 
     def __init__(self, *, prefix_characters: int = 100, replicas: int = 256, mean_load_factor: float = 1.25) -> None:

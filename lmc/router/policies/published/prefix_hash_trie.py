@@ -41,7 +41,7 @@ class PrefixTable:
         return lambda: self._drop(new, engine)
 
     def leading(self, hashes: Sequence[int], engine: str) -> int:
-        """Return how many blocks at the beginning of a prompt an engine has."""
+        """Return how many blocks of a prompt's prefix an engine has."""
         return leading(hashes, lambda block: block in self._blocks and engine in self._blocks[block][1])
 
     def drop_older(self, time: float) -> None:
