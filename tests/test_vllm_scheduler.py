@@ -43,7 +43,7 @@ from lmc.blend.segments import Span
 from lmc.connectors.vllm.messages import BlendJob, LoadJob, StepReport
 from lmc.connectors.vllm.model_identity import layout_of, model_identity
 from lmc.connectors.vllm.scheduler import claims, classifier
-from lmc.connectors.vllm.scheduler.admission import MAX_TURN_SECONDS
+from lmc.connectors.vllm.scheduler.admission import MAX_BLEND_WAIT_SECONDS
 from lmc.connectors.vllm.scheduler.idle import MAX_PAUSE_SECONDS
 from lmc.connectors.vllm.scheduler.request_state import Role
 from lmc.connectors.vllm.scheduler.scheduler import MAX_LEARN_SECONDS
@@ -1706,7 +1706,7 @@ def test_a_sample_loads_by_itself_if_the_first_load_is_lost(sampled, event):
 
 def test_a_sample_does_not_wait_for_ever(sampled):
     lab, first, second = sampled
-    lab.now += MAX_TURN_SECONDS + 1
+    lab.now += MAX_BLEND_WAIT_SECONDS + 1
     assert lab.wait(lambda: lab.admit(second)) == len(PLAIN)
     lab.workers.held_back = False
     for request in (first, second):
@@ -1778,7 +1778,7 @@ def test_a_long_prompt_waits_for_blends_that_the_engine_serves_before_it(blendin
 def test_a_long_prompt_does_not_wait_for_ever(blending):
     request = blending.arrive("long", PLAIN)
     assert blending.admit(request) is None
-    blending.now += MAX_TURN_SECONDS
+    blending.now += MAX_BLEND_WAIT_SECONDS
     assert blending.admit(request) == 0
     blending.compute(request, request.num_tokens)
     blending.finish(request)

@@ -7,7 +7,7 @@ from storage_fakes import DictTier
 from vllm_fakes import BLOCK, CHUNK, DOC_A, DOC_B, LAYERS, PLAIN, SYSTEM, Lab, Pool, page, prompt, state_of
 
 from lmc.connectors.vllm.messages import BlendJob
-from lmc.connectors.vllm.scheduler.admission import MAX_TURN_SECONDS
+from lmc.connectors.vllm.scheduler.admission import MAX_BLEND_WAIT_SECONDS
 from lmc.connectors.vllm.scheduler.kv_groups import KVGroups
 from lmc.connectors.vllm.scheduler.scheduler import LACKS_BLOCKS
 
@@ -201,7 +201,7 @@ def test_a_blend_waits_for_blocks_while_others_run_and_is_then_computed(lab):
     taken = lab.pool.get_new_blocks(lab.pool.get_num_free_blocks() - 22)
     request = lab.arrive("two", prompt(DOC_B, DOC_A, system=LONG))
     assert lab.scheduler.claim(request, 0) is None
-    lab.now += MAX_TURN_SECONDS
+    lab.now += MAX_BLEND_WAIT_SECONDS
     assert lab.scheduler.claim(request, 0) == 0
     lab.pool.free_blocks(taken)
     assert LACKS_BLOCKS in lab.finish(request)["note"]

@@ -15,7 +15,7 @@ from lmc.connectors.vllm.start import Setup
 from lmc.engine import Plan
 
 STEPS_OF_BLENDS = 2  # The prompts of the blends under way have at most as many tokens as this number of steps.
-MAX_TURN_SECONDS = 20.0  # A prompt waits no longer than this for the blends of earlier requests.
+MAX_BLEND_WAIT_SECONDS = 20.0  # A prompt waits no longer than this for the blends of earlier requests.
 
 
 class Admission:
@@ -107,7 +107,7 @@ class Admission:
         has_time = self.has_time_to_wait(state)
         return has_time and any(other.scheduled or other.loading for other in self._states.values())
 
-    def has_time_to_wait(self, state: RequestState, seconds: float = MAX_TURN_SECONDS) -> bool:
+    def has_time_to_wait(self, state: RequestState, seconds: float = MAX_BLEND_WAIT_SECONDS) -> bool:
         """Return whether a request may wait longer: `seconds` in all, from the first call on."""
         now = self._setup.clock()
         state.waiting.since = now if state.waiting.since is None else state.waiting.since
