@@ -236,12 +236,15 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         worker = self._worker
         if worker is None:
             return None, None
-        if not self._get_connector_metadata().plan.scheduled:
+        plan = self._get_connector_metadata().plan
+        if not plan.scheduled:
             self.wait_for_save()
         self._bad_blocks, self._failed = set(), set()
         if not finished_req_ids and not worker.ends_loads:
             return None, None
-        self._guard.run("get_finished", lambda: worker.cancel(finished_req_ids), None)
+        # A load that begins in this step belongs to a new request, which may have the id of one that has ended.
+        ended_ids = finished_req_ids - {job.request for job in plan.loads}
+        self._guard.run("get_finished", lambda: worker.cancel(ended_ids), None)
         ended = self._guard.run("get_finished", worker.outcome, dict[str, Table]())
         if any(self._windows):  # The blocks before an invalid block are not all kept.
             self._failed = {request for request, bad in ended.items() if bad}

@@ -11,6 +11,7 @@ from amount import mostly_long
 from lab import DOCUMENTS, PLAIN, PROMPT, Prompt, agree, answer, engine, facts
 from stepping import SECONDS, Clock, Gate, Steps, layers_of_lmc, only_on_disk, poison, threads_are_done, worker
 from tier_wrappers import Delayed
+from vllm import envs
 
 from lmc.connectors.vllm.messages import SaveJob, StepPlan
 from lmc.connectors.vllm.scheduler.admission import Admission
@@ -242,6 +243,17 @@ def test_an_abort_at_any_step_of_a_blend(lab, steps):
         lab.forget_prefixes()
     assert seen.count(True) >= 4, "a blend takes several steps"
     assert right(lab, steps.outputs[name], PROMPT.tokens)
+
+
+def test_a_request_with_the_id_of_one_that_was_aborted_gets_its_own_blend(lab, monkeypatch):
+    """The worker hears of the abort in the step in which the blend begins."""
+    monkeypatch.setattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", True, raising=False)
+    steps, again = Steps(lab), Steps(lab)
+    steps.abort(steps.add(PLAIN))
+    name = again.add(PROMPT.tokens, PROMPT.blend(**EXACT))
+    again.run()
+    assert facts(again.outputs[name])["reused_tokens"] == sum(map(len, DOCUMENTS))
+    assert right(lab, again.outputs[name], PROMPT.tokens)
 
 
 def test_an_abort_while_documents_are_learned(lab, steps):
