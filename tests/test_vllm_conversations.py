@@ -423,6 +423,16 @@ def test_a_later_turn_revises_the_blend_in_copies_of_its_blocks(request, name) -
     lab.check()
 
 
+def test_what_a_revision_copies_is_one_of_the_sources_of_what_the_engine_takes_for_loaded(lab: Lab) -> None:
+    """The engine reports all tokens as of an unknown source if the counts do not add up."""
+    turn, cached = asked(lab)
+    asking = lab.arrive("second", turn)
+    tokens = lab.wait(lambda: lab.admit(asking))
+    found = lab.scheduler.sources(asking, tokens)
+    assert found == {"device": cached - BLOCK, "computed": tokens - (cached - BLOCK)}
+    ended(lab, asking)
+
+
 def test_each_turn_revises_the_blend_of_the_turn_before(lab: Lab) -> None:
     turn, _ = asked(lab)
     before: set[int] = set()

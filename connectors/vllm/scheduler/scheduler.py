@@ -281,11 +281,15 @@ class Scheduler:
                 self.counts[f"tokens_from_{place}"] += count
 
     def sources(self, request: Any, tokens: int) -> dict[str, int]:
-        """Return how many of `tokens` loaded tokens come from each tier; "computed" counts what a blend computes."""
+        """Return how many of `tokens` loaded tokens come from each place; "computed" counts what a blend computes.
+
+        The engine expects that the counts add up to `tokens`. What a revision copies comes from the device's memory.
+        """
         state = self._states.get(request.request_id)
         found = dict(state.sources) if state else {}
-        own = state.continued if state and state.copied else 0
-        found["computed"] = tokens - sum(found.values()) - own
+        if state and state.copied:
+            found["device"] = state.continued
+        found["computed"] = tokens - sum(found.values())
         return {place: count for place, count in found.items() if count > 0}
 
     def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> dict[str, object] | None:
