@@ -1117,6 +1117,22 @@ def test_a_preempted_request_finds_what_it_has_saved(make):
     lab.finish(request)
 
 
+def test_a_preempted_request_reports_the_tokens_of_its_last_load(make):
+    """The tokens of both loads were added up, and were more than the prompt has."""
+    lab = make()
+    lab.serve("before", PLAIN[:18])
+    lab.forget_prefixes()
+    request = lab.arrive("one", PLAIN[:18])
+    assert lab.admit(request) == 16
+    lab.load(request)
+    lab.preempt(request)
+    lab.pool.forget()
+    assert lab.admit(request) == 16
+    lab.load(request)
+    lab.compute(request, 2)
+    assert lab.finish(request) == {"exact_tokens": 16, "tokens_from": {"host": 16}}
+
+
 def test_a_preempted_blend_is_computed_exactly_and_stays_isolated(make):
     lab = make()
     learn(lab, DOC_A)

@@ -258,7 +258,7 @@ class Scheduler:
         if request.prefill_stats and not request.num_preemptions:
             # Correct `cached_tokens` in the response: the engine counted the whole claim, with tokens a blend computes.
             request.prefill_stats.set(request.num_prompt_tokens, local, plan.tokens)
-        state.exact_tokens += plan.reach - local
+        state.exact_tokens = plan.reach - local
         ready = all(self.engine.store.state(pin) is PinState.READY for pin in state.chunks.pins.values())
         offer = self.engine.blend_offer(plan)
         # A blend is measured only if all chunks are in memory: the speed of a tier says nothing about blends.
