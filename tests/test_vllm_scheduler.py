@@ -1024,6 +1024,26 @@ def test_documents_on_a_slow_tier_are_computed_and_not_learned_again(make):
     assert not len(lab.engine.learning)
 
 
+def test_a_blend_that_has_lost_most_of_its_documents_when_it_begins_is_computed(make):
+    """It computed nearly all tokens as a blend, which takes longer than prefill."""
+    lab = make(blocks=128, slots=32)
+    learn(lab, DOC_A, PLAIN)
+    tokens = prompt(DOC_A, PLAIN)
+    request = lab.arrive("one", tokens)
+    for piece in state_of(lab, "one").documents[-1].pieces:
+        lab.store.forget(piece.key)
+    assert lab.admit(request) == 0
+    lab.compute(request, len(tokens))
+    assert "a blend would compute" in lab.finish(request)["note"]
+    assert lab.scheduler.counts["blends"] == 0
+    lab.settle()  # The document is learned again.
+    lab.forget_prefixes()
+    again = lab.arrive("two", prompt(PLAIN, DOC_A))
+    assert lab.admit(again) == len(tokens), "with both documents, a blend is faster"
+    lab.load(again)
+    lab.finish(again)
+
+
 def test_what_the_engine_has_itself_is_neither_weighed_nor_loaded(make):
     """A request waited for chunks on a slow tier though the engine had every token of them."""
     tier = Counted(DictTier())

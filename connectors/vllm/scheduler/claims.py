@@ -119,7 +119,8 @@ class Claims:
         plan = self._engine.plan(replace(match, local=local, refused=state.refused))
         state.learning.unknown, state.refused = plan.unknown, plan.match.refused
         chunks = state.chunks
-        chunks.skipped, chunks.memory_only, chunks.weighed = plan.skipped, plan.match.memory_only, local
+        chunks.skipped, chunks.memory_only = plan.skipped, plan.match.memory_only
+        chunks.weighed = local, plan.tokens
         state.add_note(plan.note)
         self._engine.promotion.begin([piece.key for piece in plan.slow])
         away = list(dict.fromkeys(piece.key for piece in plan.pieces if piece.place not in AT_HAND))
@@ -149,8 +150,9 @@ class Claims:
                 break
         if self.waits(state):
             return None
-        if local != chunks.weighed:  # The engine's cache has changed since the blend was compared with prefill.
-            chunks.weighed = local
+        # The engine's cache or the stored chunks have changed since the blend was compared with prefill.
+        if chunks.weighed != (local, plan.tokens):
+            chunks.weighed = local, plan.tokens
             weighed = self._engine.without_slow_blend(plan)
             if weighed is not plan:
                 state.refused, chunks.skipped = weighed.match.refused, chunks.skipped + weighed.skipped

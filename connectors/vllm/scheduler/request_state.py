@@ -39,7 +39,8 @@ class StoredChunks:
     lost: set[ChunkKey] = field(default_factory=set)  # chunks that could not be loaded, and are not tried again
     memory_only: bool = False  # Nothing is loaded from slower tiers, because computing was expected to be faster.
     skipped: int = 0  # stored tokens that were not loaded
-    weighed: int = -1  # the number of tokens in the engine's cache when a blend was compared with prefill
+    # When a blend was compared with prefill: the tokens in the engine's cache, and those that the plan loaded.
+    weighed: tuple[int, int] | None = None
     waiting_since: float | None = None  # time since which the engine waits for the claim or the load
     progress_at: float = 0.0  # time of the last arrival of a part
     parts_arrived: int = 0  # number of parts of pinned chunks that had arrived at `progress_at`
