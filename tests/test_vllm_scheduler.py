@@ -634,6 +634,25 @@ def test_waiting_asks_nothing_of_the_store(make):
     lab.finish(request)
 
 
+def test_a_request_does_not_wait_for_chunks_whose_tokens_the_engine_has_computed_meanwhile(make):
+    """It waited until its own deadline, although a request before it had computed all that was stored."""
+    tier = gated()
+    fill(tier.inner, PLAIN[:16])
+    lab = make(tier)
+    first = lab.arrive("first", PLAIN[:18])
+    assert lab.scheduler.claim(first, 0) is None
+    lab.now = 1.0
+    second = lab.arrive("second", [*PLAIN[:16], 7, 8, 9])
+    assert lab.scheduler.claim(second, 0) is None
+    lab.now = 2.1
+    assert lab.admit(first) == 0
+    lab.compute(first, 18)
+    assert lab.look(second) == 16
+    assert lab.admit(second) == 0
+    for request in (first, second):
+        lab.finish(request)
+
+
 def test_a_claim_is_made_when_the_first_part_is_there_and_the_load_goes_on_beside(make):
     tier = gated()
     fill(tier.inner, PLAIN[:16])

@@ -120,7 +120,7 @@ class Claims:
         state.learning.unknown, state.refused = plan.unknown, plan.match.refused
         chunks = state.chunks
         chunks.skipped, chunks.memory_only = plan.skipped, plan.match.memory_only
-        chunks.weighed = local, plan.tokens
+        chunks.planned_after, chunks.weighed = local, (local, plan.tokens)
         state.add_note(plan.note)
         self._engine.promotion.begin([piece.key for piece in plan.slow])
         away = list(dict.fromkeys(piece.key for piece in plan.pieces if piece.place not in AT_HAND))
@@ -148,7 +148,9 @@ class Claims:
             missing |= self._pin(state, [key for key in wanted if key not in chunks.pins])
             if not self._give_up(state, PinState.LOST) and missing.isdisjoint(wanted):
                 break
-        if self.waits(state):
+        chunks.planned_after = local
+        self._release(state, chunks.pins.keys() - set(wanted))
+        if self.waits(state, local):
             return None
         # The engine's cache or the stored chunks have changed since the blend was compared with prefill.
         if chunks.weighed != (local, plan.tokens):
@@ -188,12 +190,16 @@ class Claims:
         rest = (now - chunks.begun_at) * (parts - arrived) / arrived if arrived else waited
         return bool(pins) and rest > CLEARLY_SLOWER * chunks.computing
 
-    def waits(self, state: RequestState) -> bool:
-        """Return whether no part of a pinned chunk has arrived yet, and the request should go on waiting for it."""
+    def waits(self, state: RequestState, local: int) -> bool:
+        """Return whether no part of a pinned chunk has arrived yet, and the request should go on waiting for it.
+
+        If the engine's cache has changed since the chunks were chosen, it may have their tokens. Then the request does
+        not wait.
+        """
         store = self._engine.store
-        return not self._should_end(state) and any(
-            store.state(pin) is PinState.COMING and not store.arrived(pin) for pin in state.chunks.pins.values()
-        )
+        if local != state.chunks.planned_after or self._should_end(state):
+            return False
+        return any(store.state(pin) is PinState.COMING and not store.arrived(pin) for pin in state.chunks.pins.values())
 
     def wait_from_now(self, state: RequestState) -> None:
         """Start the deadline now."""

@@ -39,6 +39,7 @@ class StoredChunks:
     lost: set[ChunkKey] = field(default_factory=set)  # chunks that could not be loaded, and are not tried again
     memory_only: bool = False  # Nothing is loaded from slower tiers, because computing was expected to be faster.
     skipped: int = 0  # stored tokens that were not loaded
+    planned_after: int = -1  # number of tokens in the engine's cache when its chunks were chosen
     # When a blend was compared with prefill: the tokens in the engine's cache, and those that the plan loaded.
     weighed: tuple[int, int] | None = None
     waiting_since: float | None = None  # time since which the engine waits for the claim or the load

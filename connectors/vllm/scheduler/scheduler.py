@@ -183,7 +183,7 @@ class Scheduler:
         if state.chunks.waiting_since is None:
             self._claims.wait_from_now(state)
         self._claims.note_progress(state)
-        if state.claim is None and (self._claims.waits(state) or self._follow_ups.waits_for_blend(state, local)):
+        if state.claim is None and (self._claims.waits(state, local) or self._follow_ups.waits_for_blend(state, local)):
             return None
         if state.claim is None or state.claim.match.local != local:
             state.claim = self._claims.make(state, local)
