@@ -2142,6 +2142,21 @@ def test_times_and_shares_of_requests_are_observed_by_mode(make):
     assert (counts["documents_known"], counts["documents_unknown"], counts["documents_learned"]) == (1, 1, 1)
 
 
+def test_a_request_that_was_loaded_exactly_counts_as_exact_after_a_reset(make):
+    """Nothing of it is saved any more, as of approximate KV, and so it was counted as a blend."""
+    lab = make()
+    lab.serve("before", PLAIN[:18])
+    lab.forget_prefixes()
+    request = lab.arrive("one", PLAIN[:18])
+    assert lab.admit(request) == 16
+    lab.load(request)
+    lab.scheduler.reset()
+    lab.compute(request, 2)
+    lab.scheduler.take_observed()
+    lab.finish(request)
+    assert lab.scheduler.take_observed() == {"reused_tokens|exact": [16]}
+
+
 def test_a_load_of_another_connector_is_not_observed(make):
     """Beside other connectors, `received` names their loads, too. Each was observed as a load of lmc."""
     lab = make()

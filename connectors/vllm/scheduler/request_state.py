@@ -231,8 +231,9 @@ class RequestState:
         """The mode in which the request was served, for operators and metrics."""
         if self.role is Role.LEARN:
             return "learn"
-        # A request that continues from the engine's own blend has neither.
-        if self.approximate is not None and (self.sources or self.blended):
+        # A request that continues from the engine's own blend has neither. After a reset or an error of lmc, the KV of
+        # any request counts as approximate, so that it is not saved.
+        if self.salts and (self.sources or self.blended):
             return "blend"
         return "exact" if self.exact_tokens else "full"
 
