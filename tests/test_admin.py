@@ -342,6 +342,7 @@ def test_the_endpoint_answers_what_the_commands_ask(served, tmp_path):
         ("", "is empty"),
         ('{"messages": [', "is not valid JSON"),
         ("7", "is neither a request nor a text"),
+        ("[" * 100_000, "is not valid JSON"),
         wrong,
     ):
         (tmp_path / "prompt.txt").write_text(text)

@@ -602,10 +602,11 @@ def test_the_demo_takes_the_id_of_a_model_on_the_hub(tmp_path: Path, monkeypatch
         ([{"question": "who", "answer": None}], "needs an answer in text"),
         ([{"question": "who", "answer": ""}], "needs an answer in text"),
         ({"queries": []}, "has an invalid question"),
+        ("[" * 100_000, "is not valid JSON"),
     ],
 )
 def test_questions_that_cannot_be_asked_are_named(tmp_path: Path, questions: object, message: str) -> None:
-    (tmp_path / "q.json").write_text(json.dumps(questions))
+    (tmp_path / "q.json").write_text(questions if isinstance(questions, str) else json.dumps(questions))
     code, _, err = run_demo(tmp_path, "--questions", tmp_path / "q.json")
     assert code == 2
     assert message in err

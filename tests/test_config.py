@@ -209,6 +209,7 @@ class TestYaml:
             ("chunk_size", "holds a str; it must be a mapping"),
             ("chunk_size: [1", "in line 1, column 15"),
             ("chunk_size: 2024-99-99", "is not YAML"),
+            ("[" * 5_000, "is not YAML"),
             ("chunk_size:", "chunk_size = None (YAML"),
             ("chunk_sizes: 1", "did you mean chunk_size?"),
             ("1: 2", "unknown setting 1 (YAML"),

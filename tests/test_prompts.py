@@ -53,6 +53,7 @@ def test_chat_templates_get_texts_and_objects() -> None:
         {"role": "user", "content": image},
         {"role": "assistant", "content": None, "tool_calls": [call(1)]},
         {"role": "assistant", "tool_calls": [{"function": {"name": "search", "arguments": "no JSON"}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "search", "arguments": "[" * 100_000}}]},
     ]
     assert plain_chat(chat) == [
         {"role": "user", "content": "one\ntwo"},
@@ -63,4 +64,5 @@ def test_chat_templates_get_texts_and_objects() -> None:
             "tool_calls": [call(1) | {"function": {"name": "search", "arguments": {"x": "y"}}}],
         },
         chat[3],
+        chat[4],
     ]

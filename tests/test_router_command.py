@@ -102,6 +102,10 @@ WRONG = {
     "the same engine twice": (("--static-backends", "http://a,http://a/v1/"), "http://a twice"),
     "a URL with a blank": (("--static-backends", "http://a b:8000"), "is not the URL of an engine"),
     "an option that is no YAML": (("--static-backends", "http://a", "--option", "stay={"), "a number or a word"),
+    "an option that is no date": (
+        ("--static-backends", "http://a", "--option", "stay=2024-99-99"),
+        "a number or a word",
+    ),
     "an option of the wrong kind": (("--static-backends", "http://a", "--option", "stay=long"), "use a number"),
     "an option that is no text": (("--static-backends", "http://a", "--option", "surcharge=[1]"), "use a number"),
     "an option for programs": (
@@ -401,7 +405,7 @@ def test_engines_of_a_file_come_and_go(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["- 3", "- {url: 3}", "- {address: http://a}", "- a:b", "- ftp://a", "- http://[::1", "{"]
+    "text", ["- 3", "- {url: 3}", "- {address: http://a}", "- a:b", "- ftp://a", "- http://[::1", "{", "[" * 5_000]
 )
 def test_a_file_that_names_no_engines_is_an_error(tmp_path, text):
     file = tmp_path / "engines.yaml"

@@ -304,7 +304,7 @@ def _body(source: str) -> dict[str, Any]:
         raise InputError(f"{source} is empty: it must contain a request as JSON, or the text of a prompt")
     try:
         body = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if text.lstrip()[0] in "{[":
             hint = f'a text that begins with {text.lstrip()[0]} must be given as {{"prompt": "TEXT"}}'
             raise InputError(f"{source} is not valid JSON: {error}; {hint}") from None

@@ -68,7 +68,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _plain_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    with suppress(KeyError, TypeError, ValueError):
+    with suppress(KeyError, TypeError, ValueError, RecursionError):
         function = call["function"]
         return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
     return call

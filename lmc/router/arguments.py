@@ -165,7 +165,7 @@ def policy_options(policy: str, given: Mapping[str, Given]) -> dict[str, Any]:
             raise ConfigError(f"lmc router has no option {name} ({origin}): did you mean {near[0]}?")
         try:
             options[name] = yaml.safe_load(value) if isinstance(value, str) else value
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date such as 2024-99-99
             raise ConfigError(
                 f"--option {name}={value} ({origin}): the value must be a number or a word, such as 0.5"
             ) from None

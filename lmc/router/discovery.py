@@ -41,7 +41,7 @@ def in_file(path: Path) -> Collection[EngineAddress]:
     """Return the engines of a YAML file: a list of URLs, or of mappings of `ENGINE_FIELDS`. Raises `InputError`."""
     try:
         content = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is not YAML'}") from None
     addresses = []
     for item in content if isinstance(content, list) else [content]:
