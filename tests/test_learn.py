@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -187,6 +188,26 @@ def test_files_as_they_are_in_the_wild_are_read_or_named(tmp_path: Path) -> None
         assert kind in unread
     assert "below/again.md (as b.TXT)" in repeated
     assert [document.also for document in corpus.documents if document.also] == [("below/again.md",)]
+
+
+def test_files_of_a_folder_that_may_not_be_entered_are_named() -> None:
+    """Their names can be listed. The first one ended the command with a traceback."""
+    folder, user = Path(tempfile.mkdtemp()), os.geteuid()  # not tmp_path, which only its owner can enter
+    try:
+        folder.chmod(0o755)
+        (folder / "a.txt").write_text("a")
+        (folder / "shut").mkdir()
+        (folder / "shut" / "b.txt").write_text("b")
+        (folder / "shut").chmod(0o444)
+        if user == 0:
+            os.seteuid(65534)
+        corpus = read_documents(str(folder))
+    finally:
+        os.seteuid(user)
+        (folder / "shut").chmod(0o755)
+        shutil.rmtree(folder)
+    assert [document.id for document in corpus.documents] == ["a.txt"]
+    assert corpus.skipped == {"shut/b.txt": "Permission denied"}
 
 
 def test_json_as_it_is_in_the_wild_is_read_or_its_lines_are_named(tmp_path: Path) -> None:

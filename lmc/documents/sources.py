@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -141,10 +142,8 @@ class _Reader:
                 continue
             if not wanted and ending not in ENDINGS:
                 self._unread[f"{ending or 'other'} file"] += 1
-            elif path.is_file():
+            elif self._is_file(path, name):
                 self.add_file(path, name, is_text=ending not in JSON_ENDINGS)
-            elif not path.exists():
-                self._corpus.skipped[name_of(name)] = "it is a broken link"
 
     def _files(self, folder: Path) -> Iterator[Path]:
         def skip(error: OSError) -> None:
@@ -155,6 +154,17 @@ class _Reader:
             self._unread["linked folder"] += sum(os.path.islink(os.path.join(parent, name)) for name in folders)
             yield from (Path(parent, name) for name in files if not name.startswith("."))
         self._unread = +self._unread
+
+    def _is_file(self, path: Path, name: PurePath) -> bool:
+        """Return whether a path is a file. A broken link, or a file in a folder without permission, is skipped."""
+        try:
+            return stat.S_ISREG(path.stat().st_mode)
+        except FileNotFoundError:
+            why = "it is a broken link"
+        except OSError as error:
+            why = str(error.strerror)
+        self._corpus.skipped[name_of(name)] = why
+        return False
 
     def add_file(self, path: Path, name: str | PurePath, *, is_text: bool | None) -> None:
         """Read a file as one text, or as JSON objects. With None, its first character decides."""
