@@ -405,7 +405,19 @@ def test_engines_of_a_file_come_and_go(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["- 3", "- {url: 3}", "- {address: http://a}", "- a:b", "- ftp://a", "- http://[::1", "{", "[" * 5_000]
+    "text",
+    [
+        "- 3",
+        "- {url: 3}",
+        "- {address: http://a}",
+        "- a:b",
+        "- ftp://a",
+        "- http://[::1",
+        "{",
+        "[" * 5_000,
+        "- {url: http://a, models: m}",
+        "- {url: http://a, models: 3}",
+    ],
 )
 def test_a_file_that_names_no_engines_is_an_error(tmp_path, text):
     file = tmp_path / "engines.yaml"
@@ -456,6 +468,7 @@ class Api:
         pods = [
             {"metadata": {"labels": {"lmc/cache": "c"}}, "spec": {"nodeName": "n1"}, "status": ready},
             {"metadata": {}, "spec": {}, "status": {**ready, "podIP": "10.0.0.2"}},
+            {"metadata": {}, "spec": {}, "status": {**ready, "podIP": "fd00::3"}},
             {"metadata": {}, "spec": {}, "status": {**ready, "conditions": [{"type": "Ready", "status": "False"}]}},
             {"metadata": {"deletionTimestamp": "now"}, "spec": {}, "status": ready},
             {"metadata": {}, "spec": {}, "status": {"conditions": []}},
@@ -476,10 +489,31 @@ def test_ready_pods_with_a_label_are_engines(tmp_path, monkeypatch):
                 return await in_kubernetes(session, "default", "app=vllm", 8000, tmp_path, scheme="http")
 
         found = asyncio.run(find())
-    assert found == [address("http://10.0.0.1:8000", cache="c@n1"), address("http://10.0.0.2:8000")]
+    assert found == [
+        address("http://10.0.0.1:8000", cache="c@n1"),
+        address("http://10.0.0.2:8000"),
+        address("http://[fd00::3]:8000"),
+    ]
     assert api.application.asked == [
         ("/api/v1/namespaces/default/pods", "labelSelector=app%3Dvllm", "Bearer of the pod")
     ]
+
+
+def test_the_api_of_a_cluster_may_have_an_ipv6_address(tmp_path, monkeypatch):
+    """Kubernetes gives it without brackets, which made an invalid URL."""
+    asked = []
+
+    class Session:
+        def get(self, url, **_):
+            asked.append(str(url))
+            raise InputError("as asked")
+
+    (tmp_path / "token").write_text("of the pod\n")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
+    with pytest.raises(InputError, match="as asked"):
+        asyncio.run(in_kubernetes(Session(), "default", "app=vllm", 8000, tmp_path, scheme="http"))
+    assert asked == ["http://[fd00::1]:6443/api/v1/namespaces/default/pods?labelSelector=app%3Dvllm"]
 
 
 def test_kubernetes_is_asked_from_a_pod_only(monkeypatch):

@@ -48,10 +48,12 @@ def in_file(path: Path) -> Collection[EngineAddress]:
         entry = {"url": item} if isinstance(item, str) else item
         if not isinstance(entry, dict) or not isinstance(entry.get("url"), str) or entry.keys() - ENGINE_FIELDS:
             raise InputError(f"{path} must be a list of URLs, or of mappings of {', '.join(sorted(ENGINE_FIELDS))}")
-        models = [str(name) for name in entry.get("models") or ()]
+        models = entry.get("models") or []
+        if not isinstance(models, list):
+            raise InputError(f"{path}: the models of {entry['url']} must be a list, such as [model]")
         texts = (str(entry.get(name) or "") for name in ("cache", "admin", "kv_events"))
         try:
-            addresses.append(address(entry["url"], models, *texts))
+            addresses.append(address(entry["url"], [*map(str, models)], *texts))
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
     return addresses
@@ -61,10 +63,7 @@ async def in_dns(host: str, port: int) -> Collection[EngineAddress]:
     """Return an engine for each address of a name, such as a headless service of Kubernetes."""
     infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     hosts = sorted({str(entry[4][0]) for entry in infos})
-    return [
-        address(f"http://[{address_text}]:{port}" if ":" in address_text else f"http://{address_text}:{port}")
-        for address_text in hosts
-    ]
+    return [address(f"http://{_place(address_text, port)}") for address_text in hosts]
 
 
 async def in_kubernetes(
@@ -82,7 +81,7 @@ async def in_kubernetes(
     token = (account / "token").read_text().strip()
     trusted = ssl.create_default_context(cafile=str(account / "ca.crt")) if scheme == "https" else True
     selected = f"pods?labelSelector={quote(labels, safe='')}"
-    url = URL(f"{scheme}://{host}:{api}/api/v1/namespaces/{quote(namespace)}/{selected}", encoded=True)
+    url = URL(f"{scheme}://{_place(host, api)}/api/v1/namespaces/{quote(namespace)}/{selected}", encoded=True)
     headers = {"authorization": f"Bearer {token}"}
     async with session.get(url, headers=headers, ssl=trusted, timeout=API_TIMEOUT) as response:
         if response.status != 200:
@@ -97,5 +96,10 @@ async def in_kubernetes(
         if ready and status.get("podIP") and not pod["metadata"].get("deletionTimestamp"):
             shared = labelled.get("lmc/cache", "")
             cache = f"{shared}@{pod['spec'].get('nodeName', '')}" if shared else ""
-            engines.append(address(f"http://{status['podIP']}:{port}", cache=cache))
+            engines.append(address(f"http://{_place(status['podIP'], port)}", cache=cache))
     return engines
+
+
+def _place(host: str, port: int | str) -> str:
+    """Return the host and the port of a URL; an IPv6 address is put in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
