@@ -17,3 +17,11 @@ def free_port() -> int:
             other.bind((HOST, port + BUS))
             return port
     raise OSError("no free port")
+
+
+def has_ipv6() -> bool:
+    """Return whether this host has an IPv6 address."""
+    with suppress(OSError), socket.socket(socket.AF_INET6) as one:
+        one.bind(("::1", 0))
+        return True
+    return False

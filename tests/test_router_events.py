@@ -5,7 +5,8 @@ import itertools
 import json
 import time
 from collections.abc import Callable
-from contextlib import closing, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -13,9 +14,12 @@ import zmq
 from echo_engine import respond
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ports import free_port, has_ipv6
 from router_house import SECONDS, served
 
 from lmc.blend.markers import Markers
+from lmc.documents.events import DocumentMoved
+from lmc.documents.publisher import DocumentPublisher
 from lmc.errors import ConfigError, InputError
 from lmc.keys import tokens_digest
 from lmc.router.document_index import DocumentIndex, ReportedDocument
@@ -288,6 +292,48 @@ def test_the_index_follows_the_listing_and_the_events_of_an_engine(replays):
     known = policy.cutter.markers["m"]
     assert known == Markers(separators=((9, 9),), special=frozenset({1}), answers=((1, 2),), messages=((1,),))
     assert all(lag >= 0 for lag in lags)
+
+
+class Administration:
+    """A session in which an engine's administration endpoint answers that it publishes at all interfaces."""
+
+    def __init__(self, port: int) -> None:
+        self.routing = {"cache": "", "ratio": 0.3, "capacity": {"host": 5000.0}, "chunk_size": 64,
+                        "special_string": "", "separators": [], "document_events": f"tcp://*:{port}"}  # fmt: skip
+        self.status, self._path = 200, ""
+
+    @asynccontextmanager
+    async def get(self, url, **_):
+        self._path = url
+        yield self
+
+    async def read(self) -> bytes:
+        return json.dumps(self.routing if self._path.endswith("/v1/routing") else {"documents": []}).encode()
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", pytest.param("[::1]", marks=pytest.mark.skipif(not has_ipv6(), reason="no IPv6"))]
+)
+def test_the_events_of_an_engine_arrive_over_ipv4_and_ipv6(host):
+    """Its sockets took IPv4 alone, and an IPv6 engine was followed without ever hearing of it."""
+    port, lags = free_port(), []
+
+    async def follow():
+        one = address("http://127.0.0.1:1", ["m"], admin=f"http://{host}:1")
+        follower = Follower(Documents(), Administration(port), "", lambda _, lag: lags.append(lag))
+        following = asyncio.create_task(follower.follow(Engine(one, Candidate(one.url), one.models)))
+        until = time.monotonic() + SECONDS
+        while not lags and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+    moves = Mock(take=Mock(return_value=[DocumentMoved(
+        stored=True, medium="CPU", digest="d1", document="id", tokens=1, salt="", model="m", tenant=""
+    )]))  # fmt: skip
+    with closing(DocumentPublisher(f"tcp://*:{port}", moves)):
+        asyncio.run(follow())
+    assert lags
 
 
 # -- tokens of documents ----------------------------------------------------------------------------------------------

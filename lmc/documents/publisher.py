@@ -15,7 +15,14 @@ from typing import Any
 
 from lmc.documents.events import DocumentEvents, DocumentMoved
 from lmc.errors import ConfigError
-from lmc.http.address import DOCUMENT_EVENTS, DOCUMENT_TOPIC, EVENTS_HINT, address_of_engine, event_addresses
+from lmc.http.address import (
+    DOCUMENT_EVENTS,
+    DOCUMENT_TOPIC,
+    EVENTS_HINT,
+    address_of_engine,
+    event_addresses,
+    may_be_ipv6,
+)
 from lmc.shapes import MIB
 from lmc.storage.tiers.tier_guard import logged
 
@@ -58,6 +65,7 @@ class DocumentPublisher:
                 for socket, target in zip(self._sockets, addresses, strict=True):
                     socket.set_hwm(MAX_SUBSCRIBER_BATCHES)
                     socket.linger = 0
+                    socket.ipv6 = may_be_ipv6(target)
                     socket.bind(address_of_engine(target, engine))
             except zmq.ZMQError as error:
                 raise ConfigError(f"cannot listen at {setting} = {address} ({error}): {EVENTS_HINT}") from error

@@ -119,6 +119,14 @@ def event_addresses(address: str, setting: str = DOCUMENT_EVENTS) -> list[str]:
     return addresses
 
 
+def may_be_ipv6(address: str) -> bool:
+    """Return whether a ZeroMQ socket needs the option `ipv6` for an address: an IPv6 host, or all interfaces.
+
+    With this option, a host name would be resolved to an IPv6 address, where most publishers do not listen.
+    """
+    return address.startswith(("tcp://[", "tcp://*:"))
+
+
 def check_addresses(settings: "Settings") -> None:
     """Raise `ConfigError` if an engine cannot start with the addresses of its settings.
 

@@ -14,6 +14,7 @@ from zmq.asyncio import Context, Socket
 from zmq.error import ZMQError
 
 from lmc.errors import ConfigError
+from lmc.http.address import may_be_ipv6
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +141,7 @@ def _connected(context: Context, kind: int, address: str) -> Socket:
     socket.linger = 0
     if kind == DEALER:
         socket.rcvhwm = 0
+    socket.ipv6 = may_be_ipv6(address)
     try:
         socket.connect(address)
     except ZMQError as error:

@@ -7,6 +7,7 @@ documents are listed again, and the blocks are dropped.
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -286,8 +287,9 @@ def decoded(payload: bytes) -> tuple[float, Iterable[dict[str, Any]]]:
 def _stream(addresses: str, admin: str) -> EventStream | None:
     """Return the stream of an engine that publishes at one address or two, such as `tcp://*:5558`; None without any."""
     host = urlsplit(admin).hostname or "127.0.0.1"
+    host = f"[{host}]" if ":" in host else host
     publisher, _, replay = addresses.replace(" ", "").partition(",")
     if not publisher:
         return None
-    endpoints = [part.replace("*", host).replace("0.0.0.0", host) for part in (publisher, replay)]
+    endpoints = [re.sub(r"(?<=//)(\*|0\.0\.0\.0|\[::\])(?=:)", host, part) for part in (publisher, replay)]
     return EventStream(endpoints[0], endpoints[1], DOCUMENT_TOPIC)
