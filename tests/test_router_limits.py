@@ -4,7 +4,7 @@ import json
 import resource
 import socket
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from http.client import HTTPResponse
 from types import SimpleNamespace
 
@@ -97,6 +97,27 @@ def test_a_head_without_an_end_is_refused(endless):
         answered = said(one)
         assert not answered or answered.startswith(b"HTTP/1.1 431")
         assert built.ask(ASK, {"model": "echo", "prompt": "x"})[0] == 200
+
+
+@pytest.mark.parametrize("endless", [b"x-long: " + b"x" * 8 * HEAD_BYTES, b"a: b\r\n" * HEAD_BYTES])
+def test_trailers_without_an_end_are_refused(endless):
+    """They had no limit, and 90 MB of them stopped the router for half a minute."""
+    with house(1) as built, connected(built) as one:
+        one.sendall(HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n")
+        with suppress(OSError):
+            one.sendall(endless)
+            answered = said(one)
+            assert not answered or answered.startswith(b"HTTP/1.1 431")
+            assert not answered or b"invalid_request_error" in answered
+        eventually(lambda: not built.router.application.proxy.answering)
+
+
+def test_trailers_are_not_headers():
+    body = b'{"model":"echo","prompt":"x"}'
+    with house(1) as built, connected(built) as one:
+        one.sendall(HEAD + b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\nx-own: 1\r\n\r\n" % (len(body), body))
+        assert one.recv(4096).startswith(b"HTTP/1.1 200")
+        assert "x-own" not in built.echoes[0].seen[0]["headers"]
 
 
 def test_a_whole_head_is_refused_if_its_headers_are_too_large():

@@ -17,6 +17,7 @@ UPLOAD_SECONDS, UPLOAD_RATE = 30.0, 64 << 10  # a body may take 30 s, and 1 s mo
 ERROR_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "NotFoundError",
     405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error",
+    431: "invalid_request_error",
 }  # fmt: skip
 # Headers of one connection, and headers that are written anew for each.
 NOT_SENT_ON = frozenset({

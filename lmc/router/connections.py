@@ -13,57 +13,80 @@ HEAD_BYTES = 64 << 10
 SPARE_FILES = 256  # for health checks, events and idle clients; each request needs two more
 
 
+class BoundedHeads(TimedConnection):
+    """A connection that is closed if the head of a request is too large, or if the client is too slow.
+
+    uvicorn's protocol over httptools is the next base class.
+    """
+
+    headers: list[tuple[bytes, bytes]]
+    in_message, in_head = False, False  # whether a request, or its head, has begun and is incomplete
+    # Received since the current head or its trailers began, without the bytes in which they began.
+    head_bytes = 0
+    too_large = False  # whether the last complete head was too large
+
+    def on_message_begin(self) -> None:
+        """Start counting the bytes of a head."""
+        super().on_message_begin()  # type: ignore[misc]
+        self.in_message, self.in_head, self.head_bytes = True, True, 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Add a header, but no trailer: trailers after a chunked body are not headers."""
+        if self.in_head:
+            super().on_header(name, value)  # type: ignore[misc]
+
+    def on_headers_complete(self) -> None:
+        """Check a head. Raises `HttpParserError`, which ends the parsing, if it is too large.
+
+        Only the bytes of its headers are counted, because the body may have arrived with them.
+        """
+        from httptools import HttpParserError
+
+        self.in_head, self.head_bytes = False, 0
+        self.too_large = sum(len(name) + len(value) + len(b":\r\n") for name, value in self.headers) > HEAD_BYTES
+        if self.too_large:
+            raise HttpParserError
+        super().on_headers_complete()  # type: ignore[misc]
+
+    def on_body(self, body: bytes) -> None:
+        """Add a part of a body, after which trailers may begin."""
+        self.head_bytes = 0
+        super().on_body(body)  # type: ignore[misc]
+
+    def on_message_complete(self) -> None:
+        """End a request."""
+        self.in_message = False
+        super().on_message_complete()  # type: ignore[misc]
+
+    def data_received(self, data: bytes) -> None:
+        """Handle received bytes, and close the connection if a head or its trailers are too large."""
+        self.head_bytes += len(data)
+        super().data_received(data)
+        if self.in_message and self.head_bytes > HEAD_BYTES:
+            self._refuse_head()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a request that is not valid HTTP, or whose head is too large."""
+        if self.too_large:
+            self._refuse_head()
+        else:
+            self._refuse(HTTPStatus.BAD_REQUEST, msg)
+
+    def _refuse_head(self) -> None:
+        self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"headers exceed {HEAD_BYTES} bytes")
+
+    def _refuse(self, status: HTTPStatus, reason: str) -> None:
+        body = json.dumps({"error": error_object(status, reason)}).encode()
+        head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.close()
+
+
 def bounded_protocol() -> Any:
     """Return uvicorn's protocol over httptools, with timeouts and a size limit for request heads."""
-    from httptools import HttpParserError
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-    class BoundedHeads(TimedConnection, HttpToolsProtocol):  # type: ignore[misc]
-        """A connection that is closed if the head of a request is too large, or if the client is too slow."""
-
-        in_head, head_bytes = False, 0  # received of the current head, without the bytes in which it began
-        too_large = False  # whether the last complete head was too large
-
-        def on_message_begin(self) -> None:
-            """Start counting the bytes of a head."""
-            super().on_message_begin()
-            self.in_head, self.head_bytes = True, 0
-
-        def on_headers_complete(self) -> None:
-            """Stop counting. Raises `HttpParserError`, which ends the parsing, if the complete head is too large.
-
-            Only the bytes of its headers are counted, because the body may have arrived with them.
-            """
-            self.in_head = False
-            self.too_large = sum(len(name) + len(value) + len(b":\r\n") for name, value in self.headers) > HEAD_BYTES
-            if self.too_large:
-                raise HttpParserError
-            super().on_headers_complete()
-
-        def data_received(self, data: bytes) -> None:
-            """Handle received bytes, and close the connection if a head is too large."""
-            self.head_bytes += len(data)
-            super().data_received(data)
-            if self.in_head and self.head_bytes > HEAD_BYTES:
-                self._refuse_head()
-
-        def send_400_response(self, msg: str) -> None:
-            """Answer a request that is not valid HTTP, or whose head is too large."""
-            if self.too_large:
-                self._refuse_head()
-            else:
-                self._refuse(HTTPStatus.BAD_REQUEST, msg)
-
-        def _refuse_head(self) -> None:
-            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"request head exceeds {HEAD_BYTES} bytes")
-
-        def _refuse(self, status: HTTPStatus, reason: str) -> None:
-            body = json.dumps({"error": error_object(status, reason)}).encode()
-            head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
-            self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-            self.transport.close()
-
-    return BoundedHeads
+    return type("BoundedProtocol", (BoundedHeads, HttpToolsProtocol), {})
 
 
 def allow_files(requests: int) -> None:
