@@ -112,6 +112,32 @@ def test_trailers_without_an_end_are_refused(endless):
         eventually(lambda: not built.router.application.proxy.answering)
 
 
+UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
+
+
+@pytest.mark.parametrize("length", [b"content-length: %d\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n%x\r\n"])
+def test_the_body_of_a_request_for_an_upgrade_is_not_taken_for_another_request(length):
+    """Java's client requests HTTP/2 so. The error was that of an empty body, and the body was answered, too."""
+    body = b"GET /engines HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with house(1) as built, connected(built) as one:
+        one.sendall(HEAD + UPGRADE + length % len(body))
+        answered = one.recv(4096)
+        assert answered.startswith(b"HTTP/1.1 400")
+        assert b"HttpClient.Version.HTTP_1_1" in answered
+        one.sendall(body)
+        one.shutdown(socket.SHUT_WR)
+        assert said(one) == b""
+
+
+def test_a_request_for_an_upgrade_without_a_body_is_answered_as_any_other():
+    with house(1) as built, connected(built) as one:
+        for _ in range(2):
+            one.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n" + UPGRADE + b"\r\n")
+            with closing(HTTPResponse(one)) as answer:
+                answer.begin()
+                assert (answer.status, answer.read()) == (200, b'{"status":"ok"}')
+
+
 def test_trailers_are_not_headers():
     body = b'{"model":"echo","prompt":"x"}'
     with house(1) as built, connected(built) as one:

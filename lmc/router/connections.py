@@ -10,6 +10,11 @@ from lmc.http.timeouts import TimedConnection
 from lmc.router.client import error_object
 
 HEAD_BYTES = 64 << 10
+BODY_HEADERS = (b"content-length", b"transfer-encoding")
+UPGRADE_REFUSED = (
+    "connections are not upgraded, and the body of such a request cannot be read: send it without the header Upgrade; "
+    "in Java, with HttpClient.Version.HTTP_1_1"
+)
 SPARE_FILES = 256  # for health checks, events and idle clients; each request needs two more
 
 
@@ -20,10 +25,12 @@ class BoundedHeads(TimedConnection):
     """
 
     headers: list[tuple[bytes, bytes]]
+    parser: Any
     in_message, in_head = False, False  # whether a request, or its head, has begun and is incomplete
     # Received since the current head or its trailers began, without the bytes in which they began.
     head_bytes = 0
     too_large = False  # whether the last complete head was too large
+    body_lost = False  # whether the last head has requested an upgrade, which ends the parsing before the body
 
     def on_message_begin(self) -> None:
         """Start counting the bytes of a head."""
@@ -38,13 +45,17 @@ class BoundedHeads(TimedConnection):
     def on_headers_complete(self) -> None:
         """Check a head. Raises `HttpParserError`, which ends the parsing, if it is too large.
 
-        Only the bytes of its headers are counted, because the body may have arrived with them.
+        Only the bytes of its headers are counted, because the body may have arrived with them. A request for an upgrade
+        that has a body is an error, too: httptools would take the body for the next request.
         """
         from httptools import HttpParserError
 
         self.in_head, self.head_bytes = False, 0
         self.too_large = sum(len(name) + len(value) + len(b":\r\n") for name, value in self.headers) > HEAD_BYTES
-        if self.too_large:
+        self.body_lost = self.parser.should_upgrade() and any(
+            name in BODY_HEADERS and value != b"0" for name, value in self.headers
+        )
+        if self.too_large or self.body_lost:
             raise HttpParserError
         super().on_headers_complete()  # type: ignore[misc]
 
@@ -60,15 +71,19 @@ class BoundedHeads(TimedConnection):
 
     def data_received(self, data: bytes) -> None:
         """Handle received bytes, and close the connection if a head or its trailers are too large."""
+        if self.body_lost:  # The connection is closed later, because closing it now would discard the response.
+            return
         self.head_bytes += len(data)
         super().data_received(data)
         if self.in_message and self.head_bytes > HEAD_BYTES:
             self._refuse_head()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that is not valid HTTP, or whose head is too large."""
+        """Answer a request that is not valid HTTP, whose head is too large, or whose body cannot be read."""
         if self.too_large:
             self._refuse_head()
+        elif self.body_lost:
+            self._answer(HTTPStatus.BAD_REQUEST, UPGRADE_REFUSED)
         else:
             self._refuse(HTTPStatus.BAD_REQUEST, msg)
 
@@ -76,10 +91,13 @@ class BoundedHeads(TimedConnection):
         self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"headers exceed {HEAD_BYTES} bytes")
 
     def _refuse(self, status: HTTPStatus, reason: str) -> None:
+        self._answer(status, reason)
+        self.transport.close()
+
+    def _answer(self, status: HTTPStatus, reason: str) -> None:
         body = json.dumps({"error": error_object(status, reason)}).encode()
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
         self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        self.transport.close()
 
 
 def bounded_protocol() -> Any:
