@@ -1,5 +1,6 @@
 """What one client may take of the router: memory, time and files have limits, and nobody else waits for it."""
 
+import asyncio
 import json
 import resource
 import socket
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from router_house import SECONDS, house, served
 from storage_fakes import eventually
+from uvicorn.config import WS_PROTOCOLS
 
 from lmc.errors import ConfigError
 from lmc.http import timeouts
@@ -136,6 +138,23 @@ def test_a_request_for_an_upgrade_without_a_body_is_answered_as_any_other():
             with closing(HTTPResponse(one)) as answer:
                 answer.begin()
                 assert (answer.status, answer.read()) == (200, b'{"status":"ok"}')
+
+
+class WebSockets(asyncio.Protocol):
+    """uvicorn's protocol for WebSockets, of which this process may have no library."""
+
+    def __init__(self, **_: object) -> None:
+        raise RuntimeError("the connection was upgraded")
+
+
+@pytest.mark.parametrize(("path", "status"), [(b"/v1/realtime", b"404"), (b"/v1/completions", b"405")])
+def test_a_request_for_a_websocket_is_refused_as_any_other(path, status, monkeypatch):
+    """With a library for WebSockets, it was an internal error without a word."""
+    monkeypatch.setitem(WS_PROTOCOLS, "auto", f"{__name__}:{WebSockets.__name__}")
+    with house(1) as built, connected(built) as one:
+        head = b"GET %s HTTP/1.1\r\nhost: x\r\nconnection: Upgrade\r\nupgrade: websocket\r\n" % path
+        one.sendall(head + b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\nsec-websocket-version: 13\r\n\r\n")
+        assert one.recv(4096).startswith(b"HTTP/1.1 " + status)
 
 
 def test_trailers_are_not_headers():

@@ -78,6 +78,10 @@ class BoundedHeads(TimedConnection):
         if self.in_message and self.head_bytes > HEAD_BYTES:
             self._refuse_head()
 
+    def _should_upgrade(self) -> bool:
+        """Return False: uvicorn would answer 500, because the router has no WebSockets, as those of /v1/realtime."""
+        return False
+
     def send_400_response(self, msg: str) -> None:
         """Answer a request that is not valid HTTP, whose head is too large, or whose body cannot be read."""
         if self.too_large:
