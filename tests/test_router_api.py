@@ -207,6 +207,10 @@ def test_every_error_is_an_error_of_openai(status, path, body, method):
         assert is_error(built, status, path, body, method=method)
 
 
+def test_the_path_of_an_error_is_named_also_if_it_is_only_a_slash(one):
+    assert one.ask("/")[1]["error"]["message"] == "the router has no GET /"
+
+
 def test_a_path_with_another_method_names_the_methods_that_it_takes(one):
     assert one.send(ASK, method="DELETE").headers["allow"] == "POST"
     assert one.send("/v1/responses/resp_1", method="PUT").headers["allow"] == "GET, POST, DELETE"

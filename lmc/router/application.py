@@ -359,7 +359,7 @@ def _handler(handle: Handler) -> Handler:
 def _without_slash(scope: Any) -> Any:
     """Return the scope of a request without a slash at the end of its path, to which vLLM redirects."""
     raw, path = scope["raw_path"], scope["path"]
-    return {**scope, "path": path[:-1], "raw_path": raw[:-1]} if raw.endswith(b"/") else scope
+    return {**scope, "path": path[:-1], "raw_path": raw[:-1]} if raw.endswith(b"/") and raw != b"/" else scope
 
 
 def _described(engine: Engine) -> dict[str, Any]:
