@@ -99,6 +99,13 @@ def test_a_request_that_is_not_understood_has_a_cost():
         assert engine["cost_tokens"] > 2000
 
 
+def test_null_is_a_missing_field():
+    """Clients that write every field as null were refused, for the model, or routed without their prompt."""
+    body = dict.fromkeys(("model", "cache_salt", "messages", "input", "user", "documents", "tools", "stream"))
+    request = read(json.dumps(body | {"prompt": "one two"}).encode(), {}, "", " # # ").request
+    assert (request.text, request.model, request.salt) == ("one two", "", "")
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"precise"}))
 @pytest.mark.parametrize("field", ["cache_salt", "user"])
 def test_names_that_clients_choose_take_little_memory(policy, field):

@@ -41,6 +41,7 @@ RESPONSES = "/v1/responses"
 RESPONSE_PATH = re.compile(rf"{RESPONSES}/([\w.-]{{1,128}})(/cancel|/input_items)?", re.ASCII)
 RESPONSE_ID = re.compile(rb'"id":\s*"(resp_[\w.-]{1,123})"')
 MAX_RESPONSES = 100_000  # whose engines are remembered
+PROMPT_FIELDS = "messages", "input", "prompt"  # fields of which one has the texts
 TOKEN_FIELDS = "prompt_token_ids", "token_ids", "prompt", "input"  # fields of a request that may have token ids
 # Texts of /score, /rerank and /v2/embed.
 SCORED_FIELDS = (
@@ -132,7 +133,7 @@ def read(
     if content_type.partition(";")[0].strip().lower() == FORM_TYPE:
         return _form(body, content_type)
     fields = json_object(body)
-    model, salt = fields.get("model", ""), fields.get("cache_salt") or ""
+    model, salt = fields.get("model") or "", fields.get("cache_salt") or ""  # vLLM accepts null for both.
     if not isinstance(model, str) or not isinstance(salt, str):
         raise InputError("model and cache_salt must be strings")
     session = headers.get(session_key.lower(), "") or fields.get("user") or ""
@@ -180,7 +181,8 @@ def prompt_text(body: Body, special_string: str) -> str:
     The `documents` of a chat come first, between separators, as in the chat template of `lmc template`. The model's own
     messages are never cut into documents. The texts of a batch, and those that are scored, follow each other.
     """
-    content, bare = body.get("messages", body.get("input", body.get("prompt"))), special_string.strip()
+    given = (body[name] for name in PROMPT_FIELDS if body.get(name) is not None)
+    content, bare = next(given, None), special_string.strip()
     parts = [*_before_messages(body), *_messages(content, bare)]
     if content is None:
         scored = (body.get(name) for name in SCORED_FIELDS)
