@@ -3,8 +3,10 @@
 import asyncio
 import json
 import logging
+import socketserver
 import ssl
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from http.client import HTTPException
@@ -378,6 +380,34 @@ def test_a_request_that_an_engine_is_silent_about_is_not_sent_to_another_one():
         assert status == 504
         assert "timed out" in found["error"]["message"]
         assert sum(len(one.seen) for one in built.echoes) == 1
+
+
+class InvalidChunks(socketserver.BaseRequestHandler):
+    """An engine whose answers have an invalid chunk when their first part has been read."""
+
+    def handle(self):
+        if b" /v1/completions " in self.request.recv(1 << 16):
+            self.request.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n")
+            self.server.read.wait()
+            self.request.sendall(b"zz\r\n")
+        else:
+            self.request.sendall(b'HTTP/1.1 200 OK\r\ncontent-length: 11\r\n\r\n{"data":[]}')
+
+
+def test_an_answer_with_an_invalid_chunk_ends_as_if_nothing_more_came():
+    """aiohttp reports no such chunk after the first part of an answer, and the client waited for ever."""
+    with house(0, answer_seconds=0.2) as built, socketserver.ThreadingTCPServer(("", 0), InvalidChunks) as engine:
+        engine.read, engine.daemon_threads = threading.Event(), True
+        threading.Thread(target=engine.serve_forever, args=(0.01,), daemon=True).start()
+        built.known.add(address(f"http://127.0.0.1:{engine.server_address[1]}", ["echo"]))
+        answer = built.send("/v1/completions", {"model": "echo", "prompt": "x"})
+        assert answer.read(3) == b"abc"
+        engine.read.set()
+        with pytest.raises(HTTPException):
+            answer.read()
+        built.rest()
+        assert built.numbers("broken_answers_total") == 1
+        engine.shutdown()
 
 
 def test_an_engine_is_not_taken_to_have_what_it_has_refused():

@@ -291,7 +291,8 @@ class Proxy:
         cost = cost if received.prefills else 0.0
         engine = self._engines[choice.engine]
         prefill, trial = engine.sent(cost, streamed=received.stream), engine.breaker.sent()
-        visit = Visit(engine, choice, prefill, trial=trial, take_back=take_back)
+        seconds = self._settings.answer_seconds
+        visit = Visit(engine, choice, prefill, trial=trial, take_back=take_back, answer_seconds=seconds)
         self._metrics.count(numbers.SENT_REQUESTS, engine.url, choice.why)
         self._metrics.count(numbers.EXPECTED, engine.url, n=choice.expected_tokens)
         try:
@@ -361,7 +362,7 @@ class Proxy:
                     visit.engine.begun(visit.prefill)
                 await client.write(part)
                 tail = (tail + part)[-TAIL_BYTES:]
-                async with visit.while_up():
+                async with visit.while_up(visit.answer_seconds):
                     part = await answer.content.readany()
         except EngineFailed as error:
             self._metrics.count(numbers.BROKEN, visit.engine.url)

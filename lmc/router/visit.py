@@ -60,6 +60,7 @@ class Visit:
     prefill: Prefill
     trial: bool  # whether it tests if the engine has recovered
     take_back: Callable[[], None] | None  # reverts what the policy noted
+    answer_seconds: float | None = None  # timeout for a part of the answer
     answered: bool = False  # whether its answer has begun
     error: bool = False  # whether this answer is an error of the engine
     report: Usage = field(default_factory=Usage)  # of the engine, at the end of its answer
@@ -81,7 +82,8 @@ class Visit:
         with ExitStack() as on_failure:
             async with self.while_up():
                 answer = await session.request(method, url, data=body or None, headers=headers, allow_redirects=False)
-                on_failure.callback(answer.close)
+            on_failure.callback(answer.close)
+            async with self.while_up(self.answer_seconds):
                 first = await _beginning_of_error(answer) if self._is_error(answer) else b""
                 is_down = answer.status in RETRIED_STATUSES or DEAD_ENGINE in first
                 if is_down and not is_last():
@@ -96,17 +98,23 @@ class Visit:
         return answer.status == HTTPStatus.INTERNAL_SERVER_ERROR
 
     @asynccontextmanager
-    async def while_up(self) -> AsyncIterator[None]:
-        """Wait for the engine. Raises `EngineFailed` if it fails, or if health checks find that it is down."""
+    async def while_up(self, seconds: float | None = None) -> AsyncIterator[None]:
+        """Wait for the engine, or for a part of its answer for up to some seconds.
+
+        Raises `EngineFailed` if the engine fails, or if health checks find that it is down. After an invalid part of an
+        answer, aiohttp waits without a timeout of its own.
+        """
         try:
-            async with asyncio.timeout(None) as limit:
+            async with asyncio.timeout(seconds) as limit:
                 self.engine.awaited[limit] = time.monotonic()
                 try:
                     yield
                 finally:
                     del self.engine.awaited[limit]
         except (aiohttp.ClientError, OSError) as error:
-            cause = "it failed its health checks" if limit.expired() else error
+            cause: object = error
+            if limit.expired():  # Health checks set the time 0.
+                cause = aiohttp.SocketTimeoutError("it sent nothing") if limit.when() else "it failed its health checks"
             raise EngineFailed(self.engine, cause) from None
 
     def failed(self, now: float, error: EngineFailed) -> None:
