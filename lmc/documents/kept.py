@@ -162,8 +162,8 @@ class KeptDocuments:
 def forget_kept(directory: Path, ids: Collection[str], namespace: str | None = None) -> None:
     """Remove documents from the database in the directory of a disk tier that no engine uses.
 
-    Removes the documents with these `ids`, and those whose namespace begins with the hex digits `namespace`. An empty
-    `namespace` stands for all. Raises `InputError`, and then removes nothing.
+    Removes the documents with these `ids`, and those whose namespace begins with the hex digits `namespace`, in upper
+    or lower case. An empty `namespace` stands for all. Raises `InputError`, and then removes nothing.
     """
     path = directory / FILE
     if not _has_rows(path):
@@ -171,7 +171,7 @@ def forget_kept(directory: Path, ids: Collection[str], namespace: str | None = N
     with _named_errors(path), _opened(path, change=True) as database:
         database.executemany("DELETE FROM kept WHERE id = ?", [(one,) for one in ids])
         if namespace is not None:
-            database.execute("DELETE FROM kept WHERE lower(hex(namespace)) GLOB ?", (f"{namespace}*",))
+            database.execute("DELETE FROM kept WHERE lower(hex(namespace)) GLOB ?", (f"{namespace.lower()}*",))
         (left,) = database.execute("SELECT count(*) FROM kept").fetchone()
     if not left:
         path.unlink(missing_ok=True)
