@@ -131,7 +131,7 @@ def read_keys(setting: str | None) -> SecretKeys:
         return SecretKeys()
     if _decoded(setting) is not None:
         return parse_keys([setting])
-    path = Path(setting.removeprefix("file://")).expanduser()
+    path = Path(os.path.expanduser(setting.removeprefix("file://")))  # `Path.expanduser` fails for an unknown user.
     if not path.is_absolute():
         raise ConfigError(f"encryption_key: neither a key of {SECRET} bytes nor an absolute path; {HOW}")
     try:

@@ -242,6 +242,7 @@ class TestKeys:
         ("keys.txt", None, "neither a key of 32 bytes nor an absolute path"),
         ("c2hvcnQ=", None, "neither a key of 32 bytes nor an absolute path"),
         ("/nowhere/keys", None, "cannot read the file that it names: No such file or directory"),
+        ("~nobody-of-this-name/keys", None, "neither a key of 32 bytes nor an absolute path"),
         ("/nowhere", None, "cannot read /nowhere: No such file or directory"),
         (None, ["# nothing"], "the file has no key"),
         (None, [FIRST, "acme hunter2"], "line 2 does not end with a key of 32 bytes"),
