@@ -21,8 +21,13 @@ LOOK_SECONDS = 0.01  # between two attempts to get a lock
 
 
 def user_cache() -> Path:
-    """Return lmc's directory in the user's cache directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmc"
+    """Return lmc's directory in the user's cache directory. Raises `InputError` if the user has no home directory."""
+    if cache := os.environ.get("XDG_CACHE_HOME"):
+        return Path(cache) / "lmc"
+    try:
+        return Path.home() / ".cache" / "lmc"
+    except RuntimeError:  # A container may run as a user that it does not know, without HOME.
+        raise InputError("the home directory is unknown: set HOME or XDG_CACHE_HOME") from None
 
 
 def replace_text(file: Path, text: str) -> None:

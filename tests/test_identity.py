@@ -2,6 +2,7 @@
 
 import json
 import os
+import pwd
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lmc.commands.learn.manifest import manifest_path
 from lmc.connectors.transformers.hf import identity
 from lmc.connectors.vllm.model_identity import model_identity, weights_in_memory
 from lmc.engine import identity as module
@@ -21,6 +23,7 @@ from lmc.engine.identity import (
     identity_of_parameters,
     rope_name,
 )
+from lmc.errors import InputError
 
 CONFIG = {"hidden_size": 64, "rope_parameters": {"rope_theta": 1e4}, "architectures": ["A"], "dtype": "float32"}
 FORGED = "f0" * 16  # the digest of no file
@@ -224,6 +227,18 @@ def test_a_remembered_digest_is_used(checkpoint, remembered, name):
     before = identity_of(checkpoint)
     forged(remembered, checkpoint / name)
     assert identity_of(checkpoint) != before
+
+
+@pytest.mark.usefixtures("later")
+def test_without_a_home_directory_nothing_is_remembered(checkpoint, monkeypatch):
+    """A container's user without a name, and without HOME, ended the start with an error."""
+    before = identity_of(checkpoint)
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    assert identity_of(checkpoint) == before
+    with pytest.raises(InputError, match="set HOME or XDG_CACHE_HOME"):
+        manifest_path("http://localhost:8000")
 
 
 @pytest.mark.usefixtures("later")

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import xxhash
 
+from lmc.errors import InputError
 from lmc.small_files import replace_text, sole_writer, user_cache
 
 ADAPTER = ("adapter_config.json", "adapter_model.*")  # the files of a LoRA adapter
@@ -121,11 +122,12 @@ def _remembered() -> dict[str, list[object]]:
 
 def _remember(changed: Mapping[str, list[object]]) -> None:
     """Add digests to the remembered ones, and drop those of removed files."""
-    file = user_cache() / DIGESTS
-    # If the home is read-only, the next start reads the files again.
-    with suppress(OSError), sole_writer(file):  # Engines of other checkpoints start at the same time.
-        there = {path: entry for path, entry in _remembered().items() if os.path.exists(path)}
-        replace_text(file, json.dumps(there | dict(changed)))
+    # If the home is read-only or unknown, the next start reads the files again.
+    with suppress(OSError, InputError):
+        file = user_cache() / DIGESTS
+        with sole_writer(file):  # Engines of other checkpoints start at the same time.
+            there = {path: entry for path, entry in _remembered().items() if os.path.exists(path)}
+            replace_text(file, json.dumps(there | dict(changed)))
 
 
 def _entry(file: Path, remembered: Mapping[str, list[object]]) -> tuple[str, list[object]]:
