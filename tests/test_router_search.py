@@ -268,6 +268,18 @@ def test_a_tenant_without_documents_has_no_finder():
     assert known.has_documents("tenant 99")
 
 
+def test_short_texts_may_be_evicted_after_the_last_document_that_can_be_found():
+    """The finder was gone by then, and the request that made room was answered with an error."""
+    known, tokens = KnownTexts(5 * ENTRY_BYTES), array("I", range(100))
+    known.put("one", KnownText(b"long", tokens))
+    for number in range(3):
+        known.put("one", KnownText(number.to_bytes(8, "big"), array("I", range(5))))
+    for other, found in (("two", 1), ("three", 0)):
+        assert len(known.find("one", tokens)) == found
+        known.put(other, KnownText(b"long", tokens))
+        assert len(known.find(other, tokens)) == 1
+
+
 # -- what the policy makes of it --------------------------------------------------------------------------------------
 
 

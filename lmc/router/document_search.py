@@ -103,9 +103,11 @@ class KnownTexts:
                 document.is_inserted = True
             elif document.is_inserted:
                 self._insert(owner, new)
-                self._finders[owner].remove(document)
-                if not len(self._finders[owner]):
-                    del self._finders[owner]
+                finder = self._finders.get(owner)
+                if finder is not None:  # Documents that are too short to be found may outlive the finder.
+                    finder.remove(document)
+                    if not len(finder):
+                        del self._finders[owner]
         for owner in list(new):
             self._insert(owner, new)
 
