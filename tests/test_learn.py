@@ -403,6 +403,12 @@ def test_an_administration_at_all_addresses_is_that_of_the_server_s_host(server:
         assert f"no server answers at {server.url.rpartition(':')[0]}:1 " in " ".join(said.split())
 
 
+def test_an_invalid_address_of_an_administration_is_named(server: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a text")
+    code, _, said = lmc("learn", tmp_path, "--url", server.url, "--admin", "[::1", "--pin")
+    assert (code, "no server answers at http://[::1 (Invalid IPv6 URL)" in " ".join(said.split())) == (2, True)
+
+
 def test_documents_that_were_stored_already_are_told(tmp_path: Path) -> None:
     """A second host that shares a tier computes nothing, and its operator should see that."""
     (tmp_path / "d.jsonl").write_text(json.dumps({"text": "notes from the inn : owner of lamp Tara . " * 5}))

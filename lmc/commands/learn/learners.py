@@ -260,7 +260,10 @@ Learner = ServerLearner | ModelLearner
 
 def _address_of(admin: str, url: str) -> str:
     """Return the address of an administration endpoint; one of all interfaces is on the host of the server at `url`."""
-    listening, _, port = urlsplit(with_scheme(admin)).netloc.rpartition(":")
+    try:
+        listening, _, port = urlsplit(with_scheme(admin)).netloc.rpartition(":")
+    except ValueError:  # An invalid address is named when it is used.
+        return admin
     if listening not in ("0.0.0.0", "[::]"):
         return admin
     host = str(urlsplit(url).hostname)
