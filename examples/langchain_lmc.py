@@ -55,15 +55,16 @@ def main() -> None:
     if len(sys.argv) < 3:
         sys.exit(__doc__)
     folder, question, url = [*sys.argv[1:], "http://localhost:8000"][:3]
+    api = f"{url.rstrip('/').removesuffix('/v1')}/v1"
     key = os.environ.get("OPENAI_API_KEY", "none")
     texts = [path.read_text() for path in sorted(Path(folder).glob("*.txt"))]
     if not texts:
         sys.exit(f"{folder} has no .txt files: use a directory of text files")
     retriever = BM25.of(texts)
     model = ChatOpenAI(
-        base_url=f"{url}/v1",
+        base_url=api,
         api_key=key,
-        model=OpenAI(base_url=f"{url}/v1", api_key=key).models.list().data[0].id,
+        model=OpenAI(base_url=api, api_key=key).models.list().data[0].id,
         max_tokens=64,
         temperature=0,
     )

@@ -33,7 +33,8 @@ def read_arguments() -> argparse.Namespace:
 
 
 def client(url: str) -> OpenAI:
-    return OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("OPENAI_API_KEY", "none"))
+    api = f"{url.rstrip('/').removesuffix('/v1')}/v1"
+    return OpenAI(base_url=api, api_key=os.environ.get("OPENAI_API_KEY", "none"))
 
 
 def main() -> None:

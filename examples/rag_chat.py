@@ -20,6 +20,7 @@ TOP = 6  # documents of a prompt
 if len(sys.argv) < 3:
     sys.exit(__doc__)
 folder, question, url = [*sys.argv[1:], "http://localhost:8000"][:3]
+api = f"{url.rstrip('/').removesuffix('/v1')}/v1"
 texts = [path.read_text() for path in sorted(Path(folder).glob("*.txt"))]
 if not texts:
     sys.exit(f"{folder} has no .txt files: use a directory of text files")
@@ -29,7 +30,7 @@ query = bm25s.tokenize(question, show_progress=False)
 ranked, _ = index.retrieve(query, k=min(TOP, len(texts)), show_progress=False)
 chat = messages("Answer from the documents.", [texts[i] for i in ranked[0]], question, intro="Here they are.")
 try:
-    with OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("OPENAI_API_KEY", "none")) as client:
+    with OpenAI(base_url=api, api_key=os.environ.get("OPENAI_API_KEY", "none")) as client:
         model = client.models.list().data[0].id
         answer = client.chat.completions.create(model=model, messages=chat, max_tokens=64, temperature=0)
 except OpenAIError as error:

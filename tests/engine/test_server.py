@@ -237,7 +237,7 @@ def test_the_page_s_documents_are_learned_ahead_and_reused_by_every_way_in(serve
 def test_the_rag_program_for_chats_reuses_what_was_learned(server):
     documents = "lmc/demo/small_model/documents"
     server.execute("lmc", "learn", documents, "--url", "http://localhost:8000")
-    command = "python", "examples/rag_chat.py", documents, "who is the owner of goose ?", "http://localhost:8000"
+    command = "python", "examples/rag_chat.py", documents, "who is the owner of goose ?", "http://localhost:8000/v1/"
     answer, facts = server.execute(*command).splitlines()[-2:]
     assert answer
     assert "unknown_documents" not in facts
@@ -248,7 +248,7 @@ def test_the_program_with_langchain_reuses_what_was_learned(server):
     documents = "lmc/demo/small_model/documents"
     server.execute("lmc", "learn", documents, "--url", "http://localhost:8000")
     before = server.counters()
-    words = "examples/langchain_lmc.py", documents, "who is the owner of horse ?", "http://localhost:8000"
+    words = "examples/langchain_lmc.py", documents, "who is the owner of horse ?", "http://localhost:8000/v1"
     answer, usage = server.execute("python", *words).splitlines()[-2:]
     assert answer
     cached, whole = re.fullmatch(r"(\d+) of (\d+) prompt tokens came from the cache", usage).groups()
