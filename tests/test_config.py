@@ -600,6 +600,10 @@ class TestLMCache:
         assert "a # in the URL of a remote tier is written as %23" in said
         assert "secret" not in said
 
+    @pytest.mark.parametrize("more", [{}, {"extra_config": {"protocol": "tcp"}}])
+    def test_an_invalid_url_of_a_mooncake_store_is_refused(self, more: dict[str, object]) -> None:
+        assert "remote_url (override remote_url): Invalid IPv6 URL" in refusal({"remote_url": "mooncake://[a", **more})
+
     def test_the_account_of_an_azure_url_is_no_login(self) -> None:
         url = parse_remote_url("abfss://container@account.dfs.core.windows.net/kv")
         assert (url.bucket, url.path, dict(url.options)) == ("container", "kv", {"account_name": "account"})

@@ -7,7 +7,7 @@ missing in lmc is rejected with an alternative. Names are regular expressions th
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from urllib.parse import parse_qsl, quote, urlencode, urlsplit
+from urllib.parse import parse_qsl, quote, urlencode
 
 from lmc.config.mooncake_url import OPTIONS as MOONCAKE_OPTIONS
 from lmc.config.mooncake_url import SCHEMES as MOONCAKE_SCHEMES
@@ -208,8 +208,9 @@ def _is_mooncake(url: object) -> bool:
 
 def _with_options(url: str, given: Mapping[str, object]) -> str:
     """Return the URL of a Mooncake Store with options that it does not have yet."""
-    before = dict(parse_qsl(urlsplit(url.strip()).query))
-    return f"{url.strip().partition('?')[0]}?{urlencode(dict(given) | before, safe=':/@,')}"
+    address, _, query = url.strip().partition("?")
+    before = dict(parse_qsl(query))
+    return f"{address}?{urlencode(dict(given) | before, safe=':/@,')}"
 
 
 def _with_bucket(url: str, given: Mapping[str, object]) -> str:
