@@ -41,7 +41,7 @@ RESPONSES = "/v1/responses"
 RESPONSE_PATH = re.compile(rf"{RESPONSES}/([\w.-]{{1,128}})(/cancel|/input_items)?", re.ASCII)
 RESPONSE_ID = re.compile(rb'"id":\s*"(resp_[\w.-]{1,123})"')
 MAX_RESPONSES = 100_000  # whose engines are remembered
-PROMPT_FIELDS = "messages", "input", "prompt"  # fields of which one has the texts
+PROMPT_FIELDS = "messages", "input", "prompt"  # One of them has the texts of a request.
 TOKEN_FIELDS = "prompt_token_ids", "token_ids", "prompt", "input"  # fields of a request that may have token ids
 # Texts of /score, /rerank and /v2/embed.
 SCORED_FIELDS = (
