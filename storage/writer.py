@@ -52,9 +52,16 @@ class Writer:
         self._retrying: threading.Thread | None = None
 
     def do(self, todo: Todo) -> None:
-        """Start the copies and writes of `todo`."""
+        """Start the copies and writes of `todo`.
+
+        Python stops thread pools before it calls exit handlers. What is stored from then on stays in memory, and
+        `close` counts it as not written.
+        """
         for held, target, ticket in todo.copies:
-            self._copies.submit(self._carry, held, target, ticket)
+            try:
+                self._copies.submit(self._carry, held, target, ticket)
+            except RuntimeError:
+                self._state.copied(held, ticket)
         for outgoing in todo.outgoing:
             self._send(outgoing, self._bytes_of(HeldChunk(outgoing.meta, self._state.host, outgoing.slot)))
         self._complain()
@@ -156,7 +163,10 @@ class Writer:
 
     def _send(self, outgoing: Outgoing, parts: Sequence[memoryview]) -> None:
         for tier in outgoing.tiers:
-            self._submit(tier, outgoing.meta.key, self._write, tier, outgoing.meta, parts, outgoing)
+            try:
+                self._submit(tier, outgoing.meta.key, self._write, tier, outgoing.meta, parts, outgoing)
+            except RuntimeError:  # See `do`.
+                self._state.written(tier, outgoing.meta, None, outgoing)
 
     def _carry(self, held: HeldChunk, target: SlotPool, ticket: int) -> None:
         try:

@@ -1326,14 +1326,14 @@ def test_a_disk_with_fewer_bytes_than_its_records_take_is_reported(make, tmp_pat
     disk.bytes = size
 
 
-CLOSES_AT_EXIT = """
+EXITS = """
 import atexit
 from storage_fakes import PART_BYTES, PARTS, DictTier, key_of, put
 from tier_wrappers import Faulty
 from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
 
-errors = {"write": OSError("away")}
+errors = {{"write": OSError("away")}}
 store = Store(Slab(4, PARTS, PART_BYTES), [Faulty(DictTier(), lambda verb, key: errors.get(verb))])
 for number in range(2):
     put(store, key_of(number))
@@ -1341,15 +1341,20 @@ store.flush()
 errors.clear()
 atexit.register(lambda: print("held", store.held()))
 atexit.register(store.close)
+{then}
 """
 
 
-def test_a_store_that_is_closed_when_its_process_exits_says_what_it_could_not_write():
-    """As in a program that uses vLLM in its own process and ends. Python has stopped thread pools by then."""
+@pytest.mark.parametrize(("then", "late"), [("", 2), ("atexit.register(lambda: put(store, key_of(2)))", 3)])
+def test_a_store_that_is_closed_when_its_process_exits_says_what_it_could_not_write(then, late):
+    """As in a program that uses vLLM in its own process and ends. Python has stopped thread pools by then.
+
+    A chunk that was stored after that made the close wait forever.
+    """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", CLOSES_AT_EXIT]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    text = "2 chunks were not written to tier dict: shut the engine down before its process exits"
+    command = [sys.executable, "-c", EXITS.format(then=then)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    text = f"{late} chunks were not written to tier dict: shut the engine down before its process exits"
     assert text in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == "held 0\n"
