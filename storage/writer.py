@@ -14,7 +14,7 @@ import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import chain
 
@@ -141,6 +141,11 @@ class Writer:
                 self._retrying.start()
         self._guard.complain(tier.name, f"tier {tier.name} did not delete a record; it will be tried again")
 
+    def _delete_if_due(self, tier: Tier, key: ChunkKey) -> None:
+        """Delete a record that was not deleted before, unless its chunk has been stored again since."""
+        if self.will_delete(tier, key):
+            self._delete(tier, key)
+
     def _is_deleted(self, tier: Tier, key: ChunkKey) -> None:
         with self._mutex:
             self._undeleted[tier.name].pop(key, None)
@@ -158,8 +163,7 @@ class Writer:
     def _delete_again(self) -> None:
         for tier in self._tiers:
             keys = list(self._undeleted[tier.name]) if tier.usable else []
-            for deletion in [self._submit(tier, key, self._delete, tier, key) for key in keys]:
-                deletion.result()
+            wait([self._submit(tier, key, self._delete_if_due, tier, key) for key in keys])
 
     def _send(self, outgoing: Outgoing, parts: Sequence[memoryview]) -> None:
         for tier in outgoing.tiers:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -427,6 +428,47 @@ def test_a_chunk_that_is_stored_again_is_not_deleted_later(make, monkeypatch):
     put(store, K0)
     store.close()
     assert K0 in away.inner.records
+
+
+class AwayForRetries(Wrapped):
+    """The same, and the thread that deletes records again finds it unusable for longer."""
+
+    usable_again, usable_for_retries = True, False
+
+    @property
+    def usable(self):
+        is_retry = threading.current_thread().name == "lmc-delete"
+        return self.usable_for_retries if is_retry else self.usable_again
+
+    @usable.setter
+    def usable(self, usable):
+        self.usable_again = usable
+
+
+def test_a_chunk_whose_write_waits_is_not_deleted_after_it(make, monkeypatch):
+    """The deletion, which an outage had delayed, was queued after the write, and removed the new record."""
+    submitted = list[tuple[object, ...]]()
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, job, *arguments):
+            submitted.append(arguments)
+            return super().submit(job, *arguments)
+
+    monkeypatch.setattr(writer, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(writer, "ThreadPoolExecutor", Pool)
+    gate = Gated(named("remote"))
+    away = AwayForRetries(gate)
+    store = make(away)
+    forget_while_away(store, away)
+    away.usable = True
+    gate.write_gate.clear()
+    put(store, K1)
+    put(store, K0)
+    away.usable_for_retries = True
+    eventually(lambda: sum(K0 in arguments for arguments in submitted) == 2)  # It was submitted again.
+    gate.write_gate.set()
+    store.close()
+    assert K0 in gate.inner.records
 
 
 def test_records_that_could_not_be_deleted_are_counted_when_the_store_is_closed(make, caplog):
