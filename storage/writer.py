@@ -103,8 +103,7 @@ class Writer:
                         writes.append(self._submit(tier, key, self._write_last, tier, resident[key]))
                     except RuntimeError:  # Python stops thread pools before it calls exit handlers.
                         late[tier.name] += 1
-        for write in writes:
-            write.result()
+        wait(writes)  # An unexpected error of one has been logged, and must not keep the others from being written.
         for name, count in late.items():
             text = "%d chunks were not written to tier %s: shut the engine down before its process exits"
             log.warning(text, count, name)

@@ -827,6 +827,27 @@ def test_an_error_that_is_no_tier_s_failure_gives_the_written_slot_back(make, ti
     store.forget(K0)
 
 
+def test_an_unexpected_error_of_one_write_at_the_end_leaves_the_others_written_and_the_tiers_closed(make, caplog):
+    """A record that did not fit into memory kept other records from being written, and the disk's index incomplete."""
+    closed = list[bool]()
+
+    class Closed(DictTier):
+        def close(self):
+            closed.append(True)
+
+    errors = {K0: OSError("away"), K1: OSError("away")}
+    tier = Closed()
+    store = make(Faulty(tier, lambda verb, key: errors.get(key)))
+    put(store, K0)
+    put(store, K1)
+    store.flush()
+    errors |= {K0: MemoryError(), K1: None}
+    store.close()
+    assert list(tier.records) == [K1]
+    assert closed
+    assert "MemoryError" in caplog.text
+
+
 def test_two_stores_of_one_tier_write_one_key_both(make, tier):
     one, other = make(tier), make(tier)
     assert put(one, K0)
