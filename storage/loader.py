@@ -25,6 +25,7 @@ from lmc.errors import CorruptRecord
 from lmc.storage.contract import PinState
 from lmc.storage.cost_model import CostModel, LoadTiming, Spent
 from lmc.storage.state import Load, StoreState
+from lmc.storage.tiers.record import removed_if_corrupt
 from lmc.storage.tiers.tier import RecordReader, Tier
 from lmc.storage.tiers.tier_guard import T, TierGuard, logged
 
@@ -177,8 +178,8 @@ class Loader:
         if reader is None or (reader.meta.parts == self._slab.parts and reader.meta.stored_part <= self._slab.stride):
             return reader
         reader.close()
-        load.tier.delete(load.key)
-        raise CorruptRecord("a record of another shape is stored under this key")
+        with removed_if_corrupt(load.tier.delete, load.key):
+            raise CorruptRecord("a record of another shape is stored under this key")
 
     def _read_in_step(self, readers: dict[Load, RecordReader], spent: Spent) -> None:
         ranges = self._ranges()

@@ -1,5 +1,6 @@
 """`lmc check`, `lmc stat`, `lmc clear` and `lmc demo` as a person would run them."""
 
+import errno
 import io
 import json
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from models import SEPARATOR, random_model, random_tokens
@@ -67,7 +69,7 @@ def tier(tmp_path: Path) -> Path:
     return tmp_path / "tier"
 
 
-def test_a_flipped_bit_is_found_and_fix_removes_it(tier: Path) -> None:
+def test_a_flipped_bit_is_found_and_fix_removes_it(tier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     victim = sorted(tier.rglob("*.safetensors"))[2]
     blob = bytearray(victim.read_bytes())
     blob[-1] ^= 1
@@ -77,6 +79,12 @@ def test_a_flipped_bit_is_found_and_fix_removes_it(tier: Path) -> None:
     assert code == 1
     assert str(victim) in out
     assert victim.exists()
+
+    with monkeypatch.context() as patch:  # It was said to be removed when it could not be.
+        patch.setattr(Path, "unlink", Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
+        code, out, _ = lmc("check", tier, "--fix")
+    assert code == 1
+    assert out.strip().endswith("5 records, 1 problem")
 
     code, out, _ = lmc("check", tier, "--fix")
     assert code == 0

@@ -617,6 +617,27 @@ def test_a_check_does_not_remove_what_it_cannot_read_for_the_moment(tier, monkey
     assert read(tier, K0) == bytes(stored(meta_of(K0)))
 
 
+def test_corrupt_records_on_a_read_only_disk_cost_only_themselves(tier, monkeypatch):
+    """Three of them made every record a miss, were not counted as corrupt, and a check ended with an error."""
+    for key in (K0, K1, K2, K3):
+        write(tier, key)
+    for key in (K0, K1, K2):
+        path_of(tier.root, key).write_bytes(b"\0" * RECORD_BYTES)
+
+    def refuse(path, **_):
+        raise OSError(errno.EROFS, "Read-only file system", path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        for key in (K0, K1, K2):
+            with pytest.raises(CorruptRecord):
+                tier.open(key)
+        assert tier.usable
+        assert read(tier, K3) == bytes(stored(meta_of(K3)))
+        assert [finding.fixed for finding in tier.check(fix=True)] == [False] * 3
+    assert [finding.fixed for finding in tier.check(fix=True)] == [True] * 3
+
+
 # -- other processes, other rights -----------------------------------------------------------------------------------
 
 

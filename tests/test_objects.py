@@ -440,6 +440,8 @@ def test_a_store_that_refuses_to_delete_is_read():
             tier.delete(K0)
         assert read(tier, K0) is not None
         assert tier.usable
+        raw_write(tier, K0, b"no record")
+        assert [finding.fixed for finding in tier.check(fix=True)] == [False]
 
 
 def test_an_object_that_may_not_be_read_costs_only_itself():

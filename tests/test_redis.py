@@ -333,6 +333,18 @@ def test_a_user_with_few_rights_is_enough(tmp_path):
         do_everything(RedisTier(parse_redis_url(server.tcp_url(user="lmc", password="s3cret")), prefix="team"))
 
 
+def test_a_check_says_what_its_user_may_not_remove(tmp_path):
+    """A record was said to be removed that stayed, and a value ended the check with an error."""
+    rights = "~team:* +@read +@write +@scripting +@connection -unlink"
+    with RedisServer(tmp_path, users=[f"lmc on >s3cret {rights}"]) as server:
+        tier = RedisTier(parse_redis_url(server.tcp_url(user="lmc", password="s3cret")), prefix="team")
+        around = server.client()
+        around.set(f"team:{{{K0.hex()}}}", b"no header")
+        around.set(f"team:{{{K1.hex()}}}:0", b"a value without a record")
+        assert [finding.fixed for finding in tier.check(fix=True)] == [False, False]
+        tier.close()
+
+
 def test_a_user_without_one_of_these_rights_is_refused_at_the_start(tmp_path):
     rights = ["~team:*", "+@read", "+@write", "+@scripting", "+@connection"]
     rest = [" ".join(right for right in rights if right != missing) for missing in rights]

@@ -173,7 +173,7 @@ def check(
             continue
         for finding in findings:
             console().print(Text(f"{finding.where}: {finding.problem}{' (removed)' if finding.fixed else ''}"))
-        removed = ", all removed" if fix and findings else ""
+        removed = ", all removed" if findings and all(finding.fixed for finding in findings) else ""
         console().print(Text(f"{location.name}: {records} records, {counted(len(findings), 'problem')}{removed}"))
     if as_json:
         print_json(results)

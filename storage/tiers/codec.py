@@ -62,18 +62,18 @@ class Coded(Wrapped):
         if reader is None or (reader.meta.codec == NO_CODEC and not reader.meta.sizes):
             return reader
         try:
-            if reader.meta.codec not in PLANES:
-                raise CorruptRecord(f"parts in the unknown codec {reader.meta.codec[:40]!r}")
-            # An encoded part is larger than a raw part by at most the lengths of its blocks.
-            if reader.meta.stored_part > PART_LIMIT or max(reader.meta.stored) > reader.meta.stored_part + ALIGN:
-                raise CorruptRecord("impossible sizes of encoded parts")
+            with removed_if_corrupt(self.inner.delete, key):
+                if reader.meta.codec not in PLANES:
+                    raise CorruptRecord(f"parts in the unknown codec {reader.meta.codec[:40]!r}")
+                # An encoded part is larger than a raw part by at most the lengths of its blocks.
+                if reader.meta.stored_part > PART_LIMIT or max(reader.meta.stored) > reader.meta.stored_part + ALIGN:
+                    raise CorruptRecord("impossible sizes of encoded parts")
             lz4_block()
         except ConfigError as error:  # The record is valid, but this process cannot decode it.
             reader.close()
             raise OSError(str(error)) from error
         except CorruptRecord:
             reader.close()
-            self.inner.delete(key)
             raise
         return CodedReader(reader, self.inner)
 

@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from lmc.errors import CorruptRecord, TierUnusable
 from lmc.keys import ChunkKey
 from lmc.storage.tiers.breaker import Breaker
-from lmc.storage.tiers.record import RecordMeta, checksum, compare, removed_if_corrupt, split_parts, verify_parts
+from lmc.storage.tiers.record import (
+    RecordMeta,
+    checksum,
+    compare,
+    is_removed,
+    removed_if_corrupt,
+    split_parts,
+    verify_parts,
+)
 from lmc.storage.tiers.tier import Entry, Finding
 
 PROMPTLY = 0.4  # share of the deadline for a lookup
@@ -76,8 +84,7 @@ class PoolTier(ABC):
     def discard(self, key: ChunkKey) -> None:
         """Remove a corrupt record, and count it."""
         self.corrupt += 1
-        with contextlib.suppress(OSError):  # It is found corrupt again.
-            self.delete(key)
+        self.delete(key)
 
     def check(self, fix: bool = False) -> list[Finding]:
         """Read and verify every record. With `fix`, remove corrupt records."""
@@ -85,9 +92,8 @@ class PoolTier(ABC):
         for entry in self.entries():
             problem = self._problem(entry.key)
             if problem:
-                findings.append(Finding(where=self._path(entry.key), problem=problem, fixed=fix))
-                if fix:
-                    self.discard(entry.key)
+                fixed = fix and is_removed(self.discard, entry.key)
+                findings.append(Finding(where=self._path(entry.key), problem=problem, fixed=fixed))
         return findings
 
     @abstractmethod

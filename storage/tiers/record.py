@@ -104,12 +104,24 @@ def compare(found: Iterable[int], wanted: Sequence[int], first: int) -> None:
 
 @contextmanager
 def removed_if_corrupt(remove: Callable[[ChunkKey], object], key: ChunkKey) -> Iterator[None]:
-    """Remove a record if the block raises `CorruptRecord`, and raise the error again."""
+    """Remove a record if the block raises `CorruptRecord`, and raise the error again.
+
+    A record that cannot be removed is found corrupt again.
+    """
     try:
         yield
     except CorruptRecord:
-        remove(key)
+        is_removed(remove, key)
         raise
+
+
+def is_removed(remove: Callable[..., object], *arguments: object) -> bool:
+    """Call `remove`, and return whether it succeeds. It fails, for example, on a disk that is read-only."""
+    try:
+        remove(*arguments)
+    except OSError:
+        return False
+    return True
 
 
 def verify_parts(meta: RecordMeta, read: Callable[[int, int, Sequence[memoryview]], None]) -> None:

@@ -45,6 +45,7 @@ from lmc.storage.tiers.record import (
     checksums,
     encode_header,
     file_of,
+    is_removed,
     pages,
     removed_if_corrupt,
     verify_parts,
@@ -457,10 +458,8 @@ class DiskTier:
             except FileNotFoundError:
                 continue  # The owner has evicted the record meanwhile.
             except (CorruptRecord, OSError) as error:
-                fixed = fix and isinstance(error, CorruptRecord)
+                fixed = fix and isinstance(error, CorruptRecord) and is_removed(self.discard, entry.key)
                 findings.append(Finding(where=str(self._path(entry.key)), problem=str(error), fixed=fixed))
-                if fixed:
-                    self.discard(entry.key)
         unfinished = self._leftovers() if self.read_only else ()  # In the owner's process, these are being written.
         wrong = "record that was never finished"
         return [*findings, *(Finding(where=str(path), problem=wrong, fixed=False) for path in unfinished)]

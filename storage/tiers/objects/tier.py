@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,15 @@ from lmc.storage.tiers.breaker import FAILURES, WritePause
 from lmc.storage.tiers.objects.calls import MISSING, Calls, in_thread
 from lmc.storage.tiers.objects.reader import ObjectReader, ObjectStream, Pace
 from lmc.storage.tiers.pool import CLOSING_SECONDS, PROMPTLY, SLOWEST_RATE, PoolTier
-from lmc.storage.tiers.record import SUFFIX, RecordMeta, checksums, encode_header, file_of, removed_if_corrupt
+from lmc.storage.tiers.record import (
+    SUFFIX,
+    RecordMeta,
+    checksums,
+    encode_header,
+    file_of,
+    is_removed,
+    removed_if_corrupt,
+)
 from lmc.storage.tiers.tier import Entry, Finding, Written
 
 KNOWN_KEYS = 1 << 16  # keys that are remembered as present, and as absent
@@ -214,9 +223,8 @@ class ObjectTier(PoolTier):
         findings = super().check(fix)
         if isinstance(self._store, LocalStore):
             for path in _unfinished(Path(str(self._store.prefix)) / self._folder):
-                findings.append(Finding(where=str(path), problem="record that was never finished", fixed=fix))
-                if fix:
-                    path.unlink(missing_ok=True)
+                fixed = fix and is_removed(partial(path.unlink, missing_ok=True))
+                findings.append(Finding(where=str(path), problem="record that was never finished", fixed=fixed))
         return findings
 
     def close(self) -> None:

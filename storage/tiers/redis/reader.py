@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from lmc.errors import CorruptRecord
 from lmc.keys import ChunkKey
-from lmc.storage.tiers.record import RecordMeta, compare, removed_if_corrupt, split_parts
+from lmc.storage.tiers.record import RecordMeta, compare, is_removed, removed_if_corrupt, split_parts
 from lmc.storage.tiers.redis.connections import Server
 from lmc.storage.tiers.redis.layout import Cursor, overlaps, value_names, value_sizes
 from lmc.storage.tiers.redis.resp import Connection, Fetch, ReplyError, WrongValue, command
@@ -43,7 +43,7 @@ class RedisReader:
             with removed_if_corrupt(self._discard, self.meta.key):
                 self.verified(first, count, into)
         except FileNotFoundError:
-            self._delete(self.meta.key)  # remove the rest of the record
+            is_removed(self._delete, self.meta.key)  # the rest of the record
             raise
 
     def verified(self, first: int, count: int, into: Sequence[memoryview]) -> None:

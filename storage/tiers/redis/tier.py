@@ -26,6 +26,7 @@ from lmc.storage.tiers.record import (
     RecordMeta,
     decode_header,
     encode_header,
+    is_removed,
     removed_if_corrupt,
     split_parts,
     verify_parts,
@@ -136,8 +137,7 @@ class RedisTier:
     def discard(self, key: ChunkKey) -> None:
         """Remove a corrupt record, and count it."""
         self.corrupt += 1
-        with contextlib.suppress(OSError):  # It is found corrupt again.
-            self.delete(key)
+        self.delete(key)
 
     def entries(self) -> Iterator[Entry]:
         """Return the records on the servers that respond, least recently used first. Redis counts whole seconds."""
@@ -165,11 +165,8 @@ class RedisTier:
             for _, name in sorted(ours.items()):
                 problem = self._astray(server, name) if name["value"] else self._problem(server, _key(name))
                 if problem:
-                    findings.append(Finding(where=name[0].decode(), problem=problem, fixed=fix))
-                    if fix and name["value"]:
-                        self._call(server, "UNLINK", name[0])
-                    elif fix:
-                        self.discard(_key(name))
+                    remove = (self._call, server, "UNLINK", name[0]) if name["value"] else (self.discard, _key(name))
+                    findings.append(Finding(where=name[0].decode(), problem=problem, fixed=fix and is_removed(*remove)))
         return findings
 
     def close(self) -> None:
