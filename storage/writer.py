@@ -23,7 +23,7 @@ from lmc.keys import ChunkKey
 from lmc.storage.contract import Pin
 from lmc.storage.slots import SlotPool
 from lmc.storage.state import HeldChunk, Outgoing, StoreState, Todo
-from lmc.storage.tiers.record import RecordMeta
+from lmc.storage.tiers.record import RecordMeta, header_fits
 from lmc.storage.tiers.tier import Tier, Written
 from lmc.storage.tiers.tier_guard import T, TierGuard, logged
 
@@ -195,7 +195,11 @@ class Writer:
         outcome: Written | None = None
         self._is_deleted(tier, meta.key)  # The chunk has been stored again since.
         try:
-            if tier.usable:
+            if not header_fits(meta):
+                outcome = Written.REFUSED
+                text = "the last chunk of a document of %d tokens is not written to tiers: its label is too long"
+                self._guard.complain("labels", text % (meta.first + meta.tokens))
+            elif tier.usable:
                 outcome = logged(self._guard, tier, "write", tier.write, meta, parts)
             else:  # The tier has become unusable since the record was queued.
                 self._state.not_written(f"tier {tier.name} is not usable", meta.key, tier)

@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from storage_fakes import (
@@ -38,11 +39,13 @@ from tier_contract import LocalContract, read
 from tier_wrappers import Counted, Delayed, Faulty
 
 from lmc.errors import ChunkLost, CorruptRecord, StorageError
+from lmc.keys import RecordKind
 from lmc.storage import loader, writer
 from lmc.storage.contract import PinState
 from lmc.storage.memory.slab import LOST, Slab, tag_of
 from lmc.storage.store import Store
 from lmc.storage.tiers.disk import DiskTier
+from lmc.storage.tiers.record import HEADER_LIMIT, decode_header
 from lmc.storage.tiers.tier import Wrapped
 from lmc.storage.writer import WRITERS, Writer
 
@@ -554,6 +557,20 @@ def test_a_disk_has_two_writers(make, tmp_path):
     put(store, other)
     store.flush()
     assert store.stats().writes == {"disk": 2}
+
+
+def test_a_label_that_no_reader_accepts_is_not_written(make, tier, caplog):
+    """That of a document of hundreds of thousands of tokens: its record counted as stored, and was found corrupt."""
+    store = make(tier)
+    sizes = (HEADER_LIMIT - 4096, HEADER_LIMIT)
+    for key, size in zip((K0, K1), sizes, strict=True):
+        with writing(store, replace(meta_of(key), kind=RecordKind.DOCUMENT, label="x" * size)) as slot:
+            slot.zero_()
+    store.flush()
+    assert list(tier.records) == [K0]
+    assert decode_header(bytes(tier.records[K0][:HEADER_LIMIT])).key == K0
+    assert store.stats().dropped_writes == 1
+    assert "a document of 48 tokens is not written to tiers" in caplog.text
 
 
 def test_work_on_one_key_keeps_its_order(make, tier):

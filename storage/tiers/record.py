@@ -15,7 +15,7 @@ import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -26,6 +26,7 @@ from lmc.keys import FORMAT, ChunkKey, RecordKind
 from lmc.shapes import ALIGN, aligned
 
 HEADER_LIMIT = 1 << 20  # bytes; a manipulated length cannot make lmc allocate more memory
+SHORT_LABEL = HEADER_LIMIT // 16  # characters; with a label of at most this length, every header is within the limit
 PARTS_LIMIT = 4096
 PART_LIMIT = 1 << 40  # bytes
 NO_CODEC = "none"
@@ -161,6 +162,16 @@ def encode_header(meta: RecordMeta) -> bytes:
     text = BEGINNING + json.dumps(_metadata(meta), separators=(",", ":")).encode() + _tensors(meta.stored)
     size = aligned(8 + len(text)) - 8
     return size.to_bytes(8, "little") + text.ljust(size)
+
+
+def header_fits(meta: RecordMeta) -> bool:
+    """Return whether a header is within `HEADER_LIMIT`, also if a codec adds the size of each part.
+
+    It is not if the label has the tokens of a document of hundreds of thousands of tokens.
+    """
+    if len(meta.label) <= SHORT_LABEL:
+        return True
+    return len(encode_header(replace(meta, sizes=meta.stored, checksums=(0,) * meta.parts))) <= HEADER_LIMIT
 
 
 def header_size(prefix: bytes, record: int = HEADER_LIMIT) -> int:
