@@ -88,7 +88,7 @@ class StoreState:
         self._tiers, self._pinned, self._backing = tiers, set() if pinned is None else pinned, backing
         self._numbers = itertools.count(1)
         self._leases: dict[int, Load | None] = {}  # of pins; None for a chunk that was in memory
-        self._filling: set[ChunkKey] = set()
+        self._filling: dict[ChunkKey, int] = {}  # the lease of the reservation whose chunk may become visible
         self._loads: dict[ChunkKey, Load] = {}
         self.queues = WriteQueues(pools, tiers)
         self._closed = self._warned = False
@@ -172,8 +172,8 @@ class StoreState:
             for one in pools:
                 slot = self._allocate(one, todo)
                 if slot is not None:
-                    self._filling.add(key)
-                    return Reservation(meta, slot, one.name, next(self._numbers)), todo
+                    lease = self._filling[key] = next(self._numbers)
+                    return Reservation(meta, slot, one.name, lease), todo
         return None, todo
 
     def commit(self, reservation: Reservation, source: HeldChunk | None = None) -> tuple[bool, Todo]:
@@ -185,8 +185,7 @@ class StoreState:
         meta, slot, todo = reservation.meta, reservation.slot, Todo()
         pool = self.pools[reservation.level]
         with self._changed:
-            visible = meta.key in self._filling and (source is None or source.pool.has(source.slot, meta.key))
-            self._filling.discard(meta.key)
+            visible = self._end_filling(reservation) and (source is None or source.pool.has(source.slot, meta.key))
             if visible:
                 pool.commit(slot, meta)
                 if not self._closed:
@@ -200,14 +199,14 @@ class StoreState:
     def abort(self, reservation: Reservation) -> None:
         """Free a reserved slot that was not filled."""
         with self._changed:
-            self._filling.discard(reservation.meta.key)
+            self._end_filling(reservation)
             self.pools[reservation.level].free([reservation.slot])
 
     def drop(self, key: ChunkKey) -> None:
         """Forget a chunk in memory, even if its slot is being filled or loaded."""
         with self._changed:
             self._loads.pop(key, None)
-            self._filling.discard(key)
+            self._filling.pop(key, None)
             for pool in self.pools.values():
                 pool.drop(key)
 
@@ -458,6 +457,14 @@ class StoreState:
             if load.readers == 0:
                 self.host.free([load.slot])
         self._changed.notify_all()
+
+    def _end_filling(self, reservation: Reservation) -> bool:
+        """Return whether a chunk is still wanted: it may have been forgotten, and reserved again, since its begin."""
+        key = reservation.meta.key
+        is_wanted = self._filling.get(key) == reservation.lease
+        if is_wanted:
+            del self._filling[key]
+        return is_wanted
 
     def _allocate(self, pool: SlotPool, todo: Todo) -> Slot | None:
         if self._closed:

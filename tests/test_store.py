@@ -978,6 +978,22 @@ def test_a_forgotten_chunk_is_not_written_by_what_was_queued_before(make, tier, 
     assert dict(tier.records) == {}
 
 
+@pytest.mark.parametrize("end", ["abort", "commit"])
+def test_a_forgotten_chunk_that_is_reserved_again_comes_from_the_second_reservation(make, end):
+    """The end of the first one made the second one's chunk invisible, and a commit showed what was forgotten."""
+    store = make()
+    first = begin(store, K0)
+    store.forget(K0)
+    second = begin(store, K0)
+    if end == "abort":
+        store.abort(first)
+    else:
+        assert not store.commit_one(first)
+    assert store.begin([meta_of(K0)]) == [None]
+    assert store.commit_one(second)
+    assert get(store, K0) == expected(K0)
+
+
 def test_a_forgotten_chunk_is_not_kept_by_a_load_under_way(make, tier):
     gated = Gated(fill(tier, K0))
     store = make(gated)
