@@ -514,6 +514,24 @@ def test_the_time_of_the_last_use_is_that_of_the_record_after_a_restart(tmp_path
 # -- what a review has found -----------------------------------------------------------------------------------------
 
 
+def test_a_document_whose_second_reservation_is_interrupted_holds_nothing(monkeypatch):
+    """As by Ctrl-C. The first chunk stayed reserved, so that nobody could learn the document."""
+    with closing(engine_of()) as engine:
+        begin = engine.store.begin
+
+        def interrupted(metas):
+            if metas[0].first > 0:
+                raise KeyboardInterrupt
+            return begin(metas)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.store, "begin", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                learn(engine, A)
+        assert engine.store.held() == 0
+        assert all(places(engine, learn(engine, A).tokens))
+
+
 def test_a_removed_document_does_not_come_back_from_the_queue_or_from_a_worker(tmp_path):
     with closing(engine_of(tmp_path)) as engine:
         document = learn(engine, A)

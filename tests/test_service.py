@@ -624,6 +624,17 @@ def test_what_a_server_cannot_do_is_a_miss_and_is_said_once(server, attach, monk
     assert store.held() == 0, "the connection goes on"
 
 
+def test_a_request_that_cannot_be_encoded_is_a_miss_and_the_connection_goes_on(attach, caplog):
+    """The connection was closed in the middle of a request."""
+    store = attach()
+    put(store, K0)
+    before = store.connection
+    assert store.begin([replace(meta_of(K1), label="r\udce9sum\udce9")]) == [None]
+    assert "a request cannot be encoded" in caplog.text
+    assert store.lookup([K0]) == ["host"]
+    assert store.connection == before
+
+
 def test_a_store_that_is_closed_while_it_attaches_again_keeps_no_lease(tmp_path, monkeypatch, caplog):
     """The server that had come back kept the lease of a closed store until the process ended."""
     caplog.set_level("INFO")

@@ -423,6 +423,17 @@ def test_a_document_that_the_server_does_not_know_and_an_engine_pins_is_known_to
             assert other.engine.known.count() == 1
 
 
+def test_a_document_may_have_the_name_of_a_file_in_another_encoding(tmp_path):
+    """Its first chunk stayed reserved, and because of it the engine never attached again."""
+    with serving(tmp_path, 0, max_local_cpu_size=0.02) as server, engine(server) as one:
+        begun = one.engine.begin_document(one.engine.namespace(RecordKind.DOCUMENT), [7] * 40, "r\udce9sum\udce9")
+        one.engine.store.commit(begun)
+        assert one.engine.store.held() == 0
+        (document,) = one.engine.known.list()
+        one.engine.keeper.pin([document])
+        assert document.name == "r\\udce9sum\\udce9"
+
+
 def test_of_engines_that_begin_a_document_at_once_one_gets_all_of_it(tmp_path):
     with serving(tmp_path, 0, max_local_cpu_size=0.02) as server, ExitStack() as opened:
         engines = [opened.enter_context(engine(server)).engine for _ in range(3)]

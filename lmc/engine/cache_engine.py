@@ -418,6 +418,7 @@ class CacheEngine:
 
         Returns None instead of the list if all chunks are stored, or if there is no room for all of them.
         """
+        name = name.encode(errors="backslashreplace").decode()  # A file's name may have bytes that are not UTF-8.
         keys = self.document_keys(tokens, namespace)
         places = self.store.lookup(keys, shared=False)
         if all(places) or len(keys) > self.store.slots:
@@ -429,15 +430,22 @@ class CacheEngine:
             if place is None:
                 metas.append(self._meta(RecordKind.DOCUMENT, key, namespace, tenant, stop - start, start, size, label))
         new = self.store.begin(metas[:1])  # The first chunk reserves the document for one engine.
-        new += [] if None in new else self.store.begin(metas[1:])
+        try:
+            new += [] if None in new else self.store.begin(metas[1:])
+        except BaseException:  # such as Ctrl-C
+            self._abort(new)
+            raise
         if None in new:
-            for begun in filter(None, new):
-                self.store.abort(begun)
+            self._abort(new)
             return None
         slots = [None if place else new.pop(0) for place in places]
         document = self.known.note(namespace, tokens, keys, name=name, model=self.names.model, tenant=tenant)
         self.keeper.renamed([document])  # It may have been known by other names.
         return slots
+
+    def _abort(self, reservations: Iterable[Reservation | None]) -> None:
+        for begun in filter(None, reservations):
+            self.store.abort(begun)
 
     def owns(self, document: KnownDocument) -> bool:
         """Whether a document belongs here: always, for the documents that an engine knows."""

@@ -129,14 +129,18 @@ class ServerConnection:
         return self._channel.peer()[0]
 
     def ask(self, request: "Request") -> Any:
-        """Return the response to a request; raise `Gone`, or `StorageError` if the server reports an error."""
+        """Return the response to a request; raise `Gone`, or `StorageError` if the server reports an error.
+
+        `StorageError` is also raised if the request cannot be sent.
+        """
         with self._lock:
             return self._ask(request)
 
     def send(self, request: "Request") -> None:
-        """Send a request without a response; raise `Gone`."""
+        """Send a request without a response; raise `Gone`, or `StorageError` if the request cannot be sent."""
+        frame = _encoded(request)
         with self._lock, self._in_order():
-            self._channel.send(_encode(request))
+            self._channel.send(frame)
 
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout for responses from now on."""
@@ -156,8 +160,9 @@ class ServerConnection:
         self._channel.close()
 
     def _ask(self, request: "Request") -> Any:
+        frame = _encoded(request)
         with self._in_order():
-            self._channel.send(_encode(request))
+            self._channel.send(frame)
             frame = self._received()
             if frame[:1] == OK:
                 return decoded(request.decoder, frame[1:])
@@ -190,6 +195,14 @@ class ServerConnection:
         if frame is None:
             raise Gone("the server closed the connection")
         return frame
+
+
+def _encoded(request: "Request") -> bytes:
+    """Return the frame of a request; raise `StorageError` if a text or a number in it cannot be sent."""
+    try:
+        return _encode(request)
+    except (ValueError, OverflowError) as error:
+        raise StorageError(f"a request cannot be encoded: {error}") from error
 
 
 def _payload(frame: bytes) -> bytes:
