@@ -885,6 +885,13 @@ def test_a_cache_salt_that_is_given_as_a_tenant_is_refused(service):
     assert service.ask("/v1/clear", {"tenant": tenant_of("acme")}) == {"removed": 0}
 
 
+def test_names_that_are_not_unicode_are_refused(service):
+    """A cache salt was answered with an internal error, and a traceback in the log."""
+    for path, method, more in (("/v1/quota", "PUT", {"max_gb": 1}), ("/v1/clear", "POST", {})):
+        code, error = service.refusal(path, {"cache_salt": "\ud800", **more}, method)
+        assert (code, "valid Unicode" in error) == (400, True)
+
+
 def test_quotas_hold_for_the_next_server(tmp_path):
     Quotas(ChangeLog(), tmp_path).change("m", None, bytes=5)
     assert [(one.model, one.tenant, one.bytes) for one, _ in Quotas(ChangeLog(), tmp_path).all()] == [("m", None, 5)]

@@ -49,10 +49,13 @@ class Owner(BaseModel):
     cache_salt: str | None = Field(None, description="cache salt of a tenant, instead of the tenant's name")
 
     def named(self) -> tuple[str | None, str | None]:
-        """Return the names of model and tenant; raise `InputError` for an invalid tenant name."""
+        """Return the names of model and tenant; raise `InputError` for an invalid tenant name or cache salt."""
         if self.tenant and not TENANT.fullmatch(self.tenant):
             raise InputError(f"invalid tenant {self.tenant!r}: use its name from /v1/stat, or cache_salt")
-        return self.model, self.tenant if self.cache_salt is None else tenant_of(self.cache_salt)
+        try:
+            return self.model, self.tenant if self.cache_salt is None else tenant_of(self.cache_salt)
+        except UnicodeEncodeError:
+            raise InputError("cache_salt must be valid Unicode text") from None
 
 
 class Clearing(Owner):
