@@ -244,10 +244,11 @@ class CostModel:
             for kind, rates in self._kept.items():
                 found = estimates.get(kind)
                 for entry in found if isinstance(found, list) else ():
-                    with suppress(TypeError, ValueError):
+                    with suppress(TypeError, ValueError, OverflowError):
                         key, seconds, units = entry
-                        if 0 < seconds < math.inf and 0 < units < math.inf:
-                            rates[tuple(key) if isinstance(key, list) else key] = Rate.known(seconds, units)
+                        key = tuple(key) if isinstance(key, list) else key
+                        if _is_key(kind, key) and 0 < seconds < math.inf and 0 < units < math.inf:
+                            rates[key] = Rate.known(seconds, units)
 
     def loaded(self, spent: Spent) -> None:
         """Add the measurement of a batch of loads: the work and seconds of all its threads together."""
@@ -420,6 +421,15 @@ class CostModel:
             return None
         lengths = [self._lengths[bits].value or 0.0 for bits in measured]
         return float(np.interp(length, lengths, [self._computing[bits].value or 0.0 for bits in measured]))
+
+
+def _is_key(kind: str, key: object) -> bool:
+    """Return whether estimates of a kind may have this key: a tier, a length in bits, or the two of a blend's size."""
+    if kind in ("opening", "reading"):
+        return isinstance(key, str)
+    if kind == "blending":
+        return isinstance(key, tuple) and [type(bits) for bits in key] == [int, int]
+    return type(key) is int
 
 
 class LoadTiming:

@@ -76,6 +76,8 @@ def test_of_many_setups_those_saved_last_are_kept(tmp_path, monkeypatch):
     [
         "", "{", "[]", '{"here": []}', '{"here": {"computing": [[7, "fast", 1], [7], [7, -1, 2], [[], NaN, 1]]}}',
         '{"here": {"reading": 7}}',
+        '{"here": {"computing": [["7", 1, 1], [null, 1, 1]], "opening": [[7, 1, 1]], "blending": [[[7], 1, 1]]}}',
+        f'{{"here": {{"computing": [[7, 1{"0" * 400}, 1]]}}}}',
     ],
 )  # fmt: skip
 def test_a_file_that_is_not_right_is_ignored_and_replaced(tmp_path, content):
