@@ -564,6 +564,19 @@ def test_nothing_is_written_to_the_mount_point_of_a_shared_directory_that_is_unm
         assert len(list(exported.rglob("*.safetensors"))) == 2
 
 
+def test_a_record_of_a_shared_directory_that_is_unmounted_is_not_said_to_be_deleted(mount_point, exported):
+    """A removed document was there again when the directory was mounted again."""
+    with closing(opened_directory(mount_point / "kv")) as tier:
+        write(tier, K0)
+        unmounted(mount_point)
+        with pytest.raises(OSError, match="is not mounted"):
+            tier.delete(K0)
+        assert tier.usable
+        assert mounted(mount_point, "--bind", str(exported))
+        assert tier.delete(K0)
+        assert not tier.delete(K0)
+
+
 def test_a_body_that_stalls_costs_one_record_its_deadline(proxy):
     """Each record of a batch waited for its deadline, because the breaker did not hear of the first one."""
     with closing(Objects(bucket(proxy.port, "stalls"), "S3", deadline=30, lookup_seconds=30)) as tier:

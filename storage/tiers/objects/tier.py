@@ -191,13 +191,18 @@ class ObjectTier(PoolTier):
         return Written.STORED
 
     def delete(self, key: ChunkKey) -> bool:
-        """Delete a record. Returns false if it was missing."""
+        """Delete a record. Returns false if it was missing.
+
+        Raises `OSError` if the store does not respond. A directory does not while its file system is not mounted.
+        """
         if not self.usable:
             raise OSError(f"{self._title} does not respond: a record was not deleted")
         there = bool(self._answer(self._calls.begin(self._exists(key))))
         if there:
             with contextlib.suppress(FileNotFoundError):
                 self._changed(self._calls.begin(self._store.delete_async(self._path(key))))
+        else:
+            self._changed(self._calls.begin(self._check_mount()))
         self._learn(key, present=False)
         return there
 
@@ -293,14 +298,15 @@ class ObjectTier(PoolTier):
             (self._present if present else self._absent)[key] = True
 
     async def _put(self, key: ChunkKey, blob: bytes) -> None:
-        """Upload a record. Raises `TierUnusable` while a directory's file system is not mounted.
+        """Upload a record. Without the check, the file system of a mount point would get it."""
+        await self._check_mount()
+        await self._store.put_async(self._path(key), blob, use_multipart=len(blob) > WHOLE_BYTES)
 
-        Otherwise the record would be written to the file system that has the mount point.
-        """
+    async def _check_mount(self) -> None:
+        """Raise `TierUnusable` while a directory's file system is not mounted."""
         mount = self._mount
         if mount is not None and not await in_thread(lambda: os.path.ismount(mount)):
             raise TierUnusable(f"{self._title}: {mount} is not mounted")
-        await self._store.put_async(self._path(key), blob, use_multipart=len(blob) > WHOLE_BYTES)
 
     async def _look_up(self, keys: Sequence[ChunkKey]) -> None:
         """Learn which records are present. A store that answers some requests in time responds."""
