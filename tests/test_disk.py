@@ -617,6 +617,17 @@ def test_a_check_does_not_remove_what_it_cannot_read_for_the_moment(tier, monkey
     assert read(tier, K0) == bytes(stored(meta_of(K0)))
 
 
+def test_the_folder_of_unfinished_records_is_made_again(tier):
+    """After a program for old files had removed it, nothing was written until the next start."""
+    (tier.root / "tmp").rmdir()
+    write(tier, K0)
+    assert read(tier, K0) == bytes(stored(meta_of(K0)))
+    shutil.rmtree(tier.root)
+    with pytest.raises(FileNotFoundError):
+        write(tier, K1)
+    assert not tier.root.exists()
+
+
 def test_corrupt_records_on_a_read_only_disk_cost_only_themselves(tier, monkeypatch):
     """Three of them made every record a miss, were not counted as corrupt, and a check ended with an error."""
     for key in (K0, K1, K2, K3):

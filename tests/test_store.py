@@ -1309,7 +1309,7 @@ def test_a_lookup_can_leave_out_what_takes_a_round_trip(make):
 def test_a_file_that_is_missing_is_an_answer_to_reading_and_a_failure_of_writing(make, tmp_path):
     """A directory that was removed from under the tier made every write vanish without a word."""
     store = make(DiskTier(tmp_path / "tier", 1 << 20), slots=4)
-    shutil.rmtree(tmp_path / "tier" / "tmp")
+    shutil.rmtree(tmp_path / "tier")
     put(store, K0)
     store.flush()
     assert store.stats().failed == {"disk": 1}

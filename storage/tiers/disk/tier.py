@@ -572,7 +572,7 @@ class DiskTier:
         """
         for tries_left in reversed(range(TRIES)):
             try:
-                files.write_new(path, views, first)
+                self._write_new(path, views, first)
                 with self._lock:  # The file and the index change together.
                     files.move(path, self._path(meta.key))
                     self._forget(meta.key)  # Another writer may have written the record before.
@@ -593,6 +593,15 @@ class DiskTier:
                     self._pause("has no space left")
                     break
         return False
+
+    def _write_new(self, path: Path, views: list[memoryview], first: Callable[[], memoryview] | None) -> None:
+        """Write a file in `tmp`, which a program that removes empty or old folders may have removed."""
+        try:
+            files.write_new(path, views, first)
+        except FileNotFoundError:
+            self._probe()  # Raises an error if the whole directory is missing, as without a mount.
+            self._tmp.mkdir(mode=0o700, exist_ok=True)
+            files.write_new(path, views, first)
 
     def _pause(self, why: str) -> None:
         if time.monotonic() >= self._paused_until:
