@@ -134,10 +134,11 @@ class Writer:
             waiting[key] = None
             if len(waiting) > MAX_UNDELETED:
                 waiting.popitem(last=False)
-            starts = self._retrying is None and not self._closed.is_set()
-            if starts:
-                self._retrying = threading.Thread(target=self._retry, name="lmc-delete", daemon=True)
-                self._retrying.start()
+            if self._retrying is None and not self._closed.is_set():
+                retrying = threading.Thread(target=self._retry, name="lmc-delete", daemon=True)
+                with suppress(RuntimeError):  # No thread can be started now. The next failure will try to start one.
+                    retrying.start()
+                    self._retrying = retrying
         self._guard.complain(tier.name, f"tier {tier.name} did not delete a record; it will be tried again")
 
     def _delete_if_due(self, tier: Tier, key: ChunkKey) -> None:

@@ -433,6 +433,27 @@ def test_a_chunk_that_is_stored_again_is_not_deleted_later(make, monkeypatch):
     assert K0 in away.inner.records
 
 
+def test_a_thread_for_deletions_that_cannot_be_started_is_started_later(make, monkeypatch):
+    """Nothing was deleted any more, and the store could not be closed."""
+    monkeypatch.setattr(writer, "RETRY_SECONDS", 0.01)
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "lmc-delete":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    away = Away(named("remote"))
+    store = make(away)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        forget_while_away(store, away)
+    put(store, K1)
+    store.forget(K1)
+    away.usable = True
+    eventually(lambda: not away.inner.records)
+
+
 class AwayForRetries(Wrapped):
     """The same, and the thread that deletes records again finds it unusable for longer."""
 
