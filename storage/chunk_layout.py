@@ -53,9 +53,10 @@ class ChunkLayout:
     @classmethod
     def named(cls, name: str) -> "ChunkLayout | None":
         """Return the sizes that `name` encodes, or None if the name is invalid."""
-        found = re.fullmatch(r"([\d.]+)x(\d+)-(\d+)-(\d+)", name)
+        found = re.fullmatch(r"(\d+(?:\.\d+)*)x(\d+)-(\d+)-(\d+)", name)
         if not found:
             return None
         stages, ranks, part_bytes, item_bytes = found.groups()
         parallelism = Parallelism(tuple(map(int, stages.split("."))), int(ranks))
-        return cls(parallelism, int(part_bytes), int(item_bytes))
+        layout = cls(parallelism, int(part_bytes), int(item_bytes))
+        return layout if layout.possible else None

@@ -1049,6 +1049,13 @@ def test_impossible_sizes_are_refused(server, sizes):
     assert server.arenas.all() == []
 
 
+@pytest.mark.parametrize("name", ["..x1-4096-1", "3.x1-4096-1", "3x0-4096-1", "3x1-0-1", "3x1-4096-3", "3x1-4096"])
+def test_the_name_of_a_file_without_possible_sizes_has_none(name):
+    """A server did not start over the memory of an earlier one, if such a file was there."""
+    assert ChunkLayout.named(SIZES.name) == SIZES
+    assert ChunkLayout.named(name) is None
+
+
 def test_one_refused_chunk_takes_little_from_another_layout(tmp_path):
     """Half of the memory was taken for one chunk."""
     with serving(tmp_path, 100) as server:
