@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import sqlite3
+import sys
 import threading
 import time
 from contextlib import closing
@@ -23,6 +24,7 @@ from lmc.storage.change_log import ChangeLog
 from lmc.storage.tiers.disk import DiskTier, index
 from lmc.storage.tiers.disk import tier as disk
 from lmc.storage.tiers.record import RecordMeta
+from lmc.storage.tiers.tier import Written
 
 KEYS = [key_of(number) for number in range(12)]
 ROOM, ROOMY = 100 * RECORD_BYTES, 2000 * RECORD_BYTES
@@ -388,6 +390,28 @@ def test_changes_that_could_not_be_committed_are_committed_later(tmp_path, monke
             tier.delete(KEYS[0])
         assert commit(tier)
         assert rows_of(tier).uses().keys() == {*KEYS[1:6]}
+
+
+def test_changes_that_cannot_be_committed_for_long_take_no_more_memory(tmp_path, monkeypatch):
+    """They were kept as long as the process ran. Without them, the index is built anew."""
+    monkeypatch.setattr(index, "COMMIT_SECONDS", 3600.0)
+    monkeypatch.setattr(index, "MAX_WAITING", 8)
+    monkeypatch.setattr(index, "PATIENCE_SECONDS", 0.01)
+    metas = [replace(meta_of(key), label=f"label of {number}") for number, key in enumerate(KEYS)]
+    references = list(map(sys.getrefcount, metas))
+    with closing(DiskTier(tmp_path, ROOM)) as tier, closing(sqlite3.connect(tmp_path / index.FILE)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        tier.write(metas[0], [stored(metas[0])])
+        assert not commit(tier)  # The log has the error of this commit, and so all that it was to write.
+        assert [tier.write(meta, [stored(meta)]) for meta in metas[1:]] == [Written.STORED] * 11
+        assert list(map(sys.getrefcount, metas)) != references
+        assert not commit(tier)
+        assert list(map(sys.getrefcount, metas))[1:] == references[1:]
+        other.rollback()
+        assert {meta.key for meta, _ in tier.headers()} == {*KEYS}
+    with closing(DiskTier(tmp_path, ROOM)) as tier:
+        assert rows_of(tier).complete
+        assert {meta.key for meta, _ in tier.headers()} == {*KEYS}
 
 
 def test_a_listing_that_outlives_the_tier_leaves_the_index_of_the_next_one(tmp_path):

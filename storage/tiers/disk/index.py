@@ -36,6 +36,7 @@ COMMIT_SECONDS = 0.5  # Changes are committed together after this time.
 OLDEST, LATEST = -(1 << 63), (1 << 63) - 1  # the smallest and the greatest time that SQLite stores
 PAGE_ROWS = 1000  # rows that are read at once
 RETRY_SECONDS = 10.0  # after a commit that failed
+MAX_WAITING = 1 << 18  # changes that wait for a commit, about 50 MB; beyond it, the index is given up and built anew
 PATIENCE_SECONDS = 5.0  # A command that reads the index may hold its lock for a moment.
 IN_MEMORY = ":memory:"
 ROW_BYTES = 214  # size of a record's rows, besides its label
@@ -87,6 +88,7 @@ class DiskIndex:
         self._changed, self._ended = threading.Event(), threading.Event()
         self._failed = self._closed = False
         self._damaged = False  # The file is not right, and is removed by `close`.
+        self._lacks_changes = False  # Changes were dropped, so it must not be read.
         self.clears = 0  # number of calls of `clear`
         try:
             self._database = self._open(str(self._path))
@@ -174,13 +176,15 @@ class DiskIndex:
                 rows, self._rows = self._rows, {}
                 uses, self._uses = self._uses, {}
             if not rows and not uses:
-                return True
+                return not self._lacks_changes
             try:
                 self._commit(rows, uses)
             except sqlite3.Error as error:
                 with self._mutex:
                     self._rows, self._uses = rows | self._rows, uses | self._uses
-                self._damaged = self._damaged or is_damage(error)
+                    if len(self._rows) + len(self._uses) > MAX_WAITING:
+                        self._rows, self._uses, self._lacks_changes = {}, {}, True
+                self._damaged = self._damaged or self._lacks_changes or is_damage(error)
                 if not self._failed:
                     log.warning("the index %s cannot be written (%s); records are still found", self._path, error)
                 self._failed = True
@@ -188,7 +192,7 @@ class DiskIndex:
             except (ValueError, OverflowError):  # SQLite does not take a value, such as a number of more than 64 bits.
                 self._commit_one_by_one(rows, uses)
             self._failed = False
-            return True
+            return not self._lacks_changes
 
     def clear(self) -> None:
         """Begin with an empty database, because this one cannot be read. A closed index stays as it is."""
@@ -197,7 +201,7 @@ class DiskIndex:
                 return
             self._rows, self._uses = {}, {}
             self.clears += 1
-            self.complete = self._failed = self._damaged = False
+            self.complete = self._failed = self._damaged = self._lacks_changes = False
             with suppress(sqlite3.Error):
                 self._database.close()
             self._database = self._open_anew()
@@ -283,6 +287,8 @@ class DiskIndex:
             try:
                 if clears != self.clears:
                     raise sqlite3.DatabaseError("it was built anew meanwhile")
+                if self._lacks_changes:
+                    raise sqlite3.DatabaseError("it could not be written for long")
                 return self._database.execute(query, values).fetchall()
             except sqlite3.Error as error:
                 raise IndexLost(error, self._path, clears) from error
