@@ -216,12 +216,22 @@ def test_pins_of_a_killed_client_are_given_back(server, attach, child):
     eventually(lambda: store.held() == 0)
 
 
-def test_a_slot_of_a_killed_client_is_given_to_nobody_while_one_of_its_processes_lives(server, attach, child):
-    """The worker of a killed engine writes late, into a slot that nobody else has meanwhile."""
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_slot_of_a_killed_client_is_given_to_nobody_while_one_of_its_processes_lives(
+    server, attach, child, caplog, removed
+):
+    """The worker of a killed engine writes late, into a slot that nobody else has meanwhile.
+
+    This holds if a program that cleans up has removed the lock file, too.
+    """
+    caplog.set_level("INFO")
     store = attach()
     worker = child.spawn(child.ask("begin 0"))
+    for lifeline in (server.path.with_suffix(".d") / "clients").iterdir() if removed else ():
+        lifeline.unlink()
     try:
         child.kill()
+        eventually(lambda: "waiting for a client's processes to end" in caplog.text)
         eventually(lambda: server.clients == 3)  # two of ours, and the lease that waits
         assert store.lookup([K0]) == [None]
         for key in (K1, K2, K3, K4):

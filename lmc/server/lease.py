@@ -2,8 +2,10 @@
 
 import json
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +51,7 @@ class Lease:
         self.listed: Iterator[StoredChunk] = iter(())  # chunks that `Records` has not sent yet
         # The number of the last change of a listing, and the chunks that `Present` has not sent yet, by place.
         self.present: tuple[int, Iterator[tuple[str, Chunk]]] = 0, iter(())
+        self._lifeline_file: int | None = None  # the descriptor of the lifeline, opened before the first reservation
         self._pins: dict[int, Pin] = {}
         self._reservations: dict[int, Reservation] = {}
 
@@ -99,6 +102,9 @@ class Lease:
         storable = [meta for meta in metas if self._may_be_stored(meta)]
         accepted = storable[: max(0, self._may_hold)]
         self.refused += len(storable) - len(accepted)
+        if self._lifeline_file is None:
+            with suppress(OSError):  # With too many open files, the path of the lifeline has to do.
+                self._lifeline_file = os.open(self.lifeline, os.O_RDONLY | os.O_CLOEXEC)
         reservations: dict[ChunkKey, Reservation] = {}  # A repeated key is reserved once.
         for reservation in filter(None, self.store.begin(accepted, self.arena.make_room)):
             self._reservations[reservation.lease] = reservations[reservation.meta.key] = reservation
@@ -169,8 +175,10 @@ class Lease:
         self.store.release(list(self._pins.values()), wait=False)
         if self._reservations:
             log.info("waiting for a client's processes to end, to reuse %d slots", len(self._reservations))
-            wait_until_gone(self.lifeline)
+            wait_until_gone(self.lifeline, self._lifeline_file)
         self.lifeline.unlink(missing_ok=True)
+        if self._lifeline_file is not None:
+            os.close(self._lifeline_file)
         for reservation in self._reservations.values():
             self.store.abort(reservation)
         self._reservations.clear()

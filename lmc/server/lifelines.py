@@ -45,16 +45,19 @@ class Lifelines:
         return path
 
 
-def wait_until_gone(path: Path) -> None:
+def wait_until_gone(path: Path, opened: int | None = None) -> None:
     """Wait until no process holds the lock of a lifeline, and remove the lifeline.
 
-    Only the lock shows that it is safe to continue. Therefore errors, such as too many open files, are retried.
+    Only the lock shows that it is safe to continue. Therefore errors, such as too many open files, are retried. If the
+    file was removed, as by a program that cleans up, `opened` is used, which is its descriptor.
     """
     while True:
         try:
             with suppress(FileNotFoundError), path.open() as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
                 path.unlink(missing_ok=True)
+            if opened is not None:
+                fcntl.flock(opened, fcntl.LOCK_EX)
             return
         except OSError as error:
             complain("lifelines", f"cannot check whether a client has ended ({error}): its slots stay unused")
