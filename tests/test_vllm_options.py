@@ -125,6 +125,12 @@ def test_a_document_is_inside_the_prompt(pair):
         Options.read({"documents": [pair]}, 10)
 
 
+def test_texts_with_half_of_a_character_are_refused():
+    """JSON can escape one. Tokenizers raised an error in a hook of vLLM, and ten such requests switched lmc off."""
+    with pytest.raises(InputError, match=r"lmc.documents: 'a.*ud800' is not valid Unicode"):
+        Options.read({"documents": ["one text", "a \ud800"]}, 10)
+
+
 @pytest.mark.parametrize("pairs", [[[0, 4], [3, 5]], [[5, 6], [0, 2]], [[0, 4], [0, 4]]], ids=named)
 def test_documents_are_in_order_and_apart(pairs):
     with pytest.raises(InputError, match="overlaps what comes before it"):

@@ -1,7 +1,7 @@
 """The options of a request, in `kv_transfer_params: {"lmc": {…}}`. The settings are the defaults."""
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -70,7 +70,7 @@ class Options(BaseModel):
         if given.get("name") and not given.get("learn"):
             raise InputError("lmc.name names documents that are learned: it needs lmc.learn")
         if documents is not None:
-            documents = tuple(documents) if _all_texts(documents) else _spans(documents, prompt_tokens)
+            documents = _texts(documents) if _all_texts(documents) else _spans(documents, prompt_tokens)
         try:
             return cls.model_validate({**given, "documents": documents})
         except ValidationError as error:
@@ -85,6 +85,15 @@ class Options(BaseModel):
 
 def _all_texts(documents: Any) -> bool:
     return isinstance(documents, list | tuple) and bool(documents) and all(isinstance(one, str) for one in documents)
+
+
+def _texts(given: Sequence[str]) -> tuple[str, ...]:
+    for text in given:
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # JSON can escape half of a character, which no tokenizer accepts.
+            raise InputError(f"lmc.documents: {_shown(text)} is not valid Unicode text") from None
+    return tuple(given)
 
 
 def _spans(given: Any, prompt_tokens: int) -> tuple[Span, ...]:
