@@ -2,11 +2,14 @@
 
 In a prompt, earlier documents change the keys and values of a document. A part of this change does not depend on their
 contents. So each document is learned after the primer, a short neutral document. The primer is the same for all users,
-so no user's text reaches another user.
+so no user's text reaches another user. In a chat, documents are in a user's message. So the primer is after the header
+that the chat template writes before such a message.
 """
 
 from typing import Any, Literal
 
+from lmc.blend.markers import Markers
+from lmc.blend.turn_headers import Variants
 from lmc.config.settings import Settings
 
 PRIMER = (
@@ -17,19 +20,40 @@ PRIMER = (
 )
 
 
+LONGEST_HEADER = 16  # tokens; a chat template that writes more before the first message writes a system text, too
+MESSAGE = "the text of a message"
+
+
 def learn_prefix(
-    tokenizer: Any, settings: Settings, kind: Literal["primer", "sink", "none"] | None = None
+    tokenizer: Any, settings: Settings, markers: Markers, kind: Literal["primer", "sink", "none"] | None = None
 ) -> tuple[int, ...]:
     """Return the tokens after which documents are learned.
 
-    The default of `kind` is that of the settings' method. The result is empty for the kind `none`, and if the tokenizer
-    has no sink token.
+    `markers` are those of the tokenizer. The default of `kind` is that of the settings' method. The result is empty for
+    the kind `none`, and if the tokenizer has no sink token.
     """
     kind = kind or ("none" if settings.blend_method == "cacheblend" else "primer")
     sink = () if kind == "none" else sink_of(tokenizer)
     if not sink or kind == "sink":
         return sink
-    return *sink, *tokenizer.encode(settings.blend_special_str.join(("", PRIMER, "")), add_special_tokens=False)
+    header = header_of_users(tokenizer, markers.messages)
+    start = header if header[:1] == sink else sink + header
+    return *start, *tokenizer.encode(settings.blend_special_str.join(("", PRIMER, "")), add_special_tokens=False)
+
+
+def header_of_users(tokenizer: Any, messages: Variants) -> tuple[int, ...]:
+    """Return the tokens that a chat template writes before a user's message, without those of a system text.
+
+    They begin with the last of the headers `messages` (see `Markers`). Without one, they are all tokens before the
+    first message, which may begin with BOS. The result is empty without a chat template.
+    """
+    chat = _chat_with(tokenizer, MESSAGE)
+    if MESSAGE not in chat:
+        return ()
+    before = tuple(tokenizer.encode(chat[: chat.index(MESSAGE)], add_special_tokens=False))
+    starts = [at for at in range(len(before)) for one in messages if before[at : at + len(one)] == one]
+    header = before[max(starts, default=0) :]
+    return header if len(header) <= LONGEST_HEADER else ()
 
 
 def sink_of(tokenizer: Any) -> tuple[int, ...]:
@@ -41,11 +65,15 @@ def sink_of(tokenizer: Any) -> tuple[int, ...]:
     """
     if tokenizer.bos_token_id is not None:
         return (tokenizer.bos_token_id,)
-    if not getattr(tokenizer, "chat_template", None):
-        return ()
-    try:
-        chat = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
-    except Exception:  # noqa: BLE001 - A template may raise any error, for example without a system text.
-        return ()
-    first = tuple(tokenizer.encode(chat, add_special_tokens=False)[:1])
+    first = tuple(tokenizer.encode(_chat_with(tokenizer, MESSAGE), add_special_tokens=False)[:1])
     return first if set(first) <= set(tokenizer.all_special_ids) else ()
+
+
+def _chat_with(tokenizer: Any, message: str) -> str:
+    """Return a chat with one message of a user, as the chat template renders it; an empty text if it does not."""
+    if not getattr(tokenizer, "chat_template", None):
+        return ""
+    try:
+        return str(tokenizer.apply_chat_template([{"role": "user", "content": message}], tokenize=False))
+    except Exception:  # noqa: BLE001 - A template may raise any error, for example without a system text.
+        return ""

@@ -96,7 +96,7 @@ class Lab:
         self._stack = ExitStack()
         self._models = {"primer": self._stack.enter_context(cached)}
         for behind in ("none", "sink"):
-            prefix = learn_prefix(tokenizer, settings, behind)
+            prefix = learn_prefix(tokenizer, settings, cached.markers, behind)
             model = CachedModel(cached.model, settings, cached.markers, learn_prefix=prefix)
             self._models[behind] = self._stack.enter_context(model)
         self._settings, self._rounded = settings, None

@@ -105,7 +105,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         check_server(settings)
         model, tokenizer = load(name)
         markers = Markers.of(tokenizer, settings.blend_special_str)
-        prefix = learn_prefix(tokenizer, settings)
+        prefix = learn_prefix(tokenizer, settings, markers)
         return cls(model, settings, markers, cache_salt=cache_salt, checkpoint=name, learn_prefix=prefix), tokenizer
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

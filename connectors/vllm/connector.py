@@ -320,7 +320,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             log.warning("blending is off: %s. Exact offload continues.", refused)
         # Without blending, `lmc explain` still needs a tokenizer: it says why a prompt given as text is not blended.
         tokenizer = self._tokenizer() if not refused or settings.admin else None
-        prefix = learn_prefix(tokenizer, settings) if tokenizer and not refused else ()
+        markers = self._markers(tokenizer) if tokenizer and not refused else None
+        prefix = learn_prefix(tokenizer, settings, markers) if markers else ()
         model_config = self._config.model_config
         names: dict[str, Any] = {
             "name": str(model_config.served_model_name or model_config.model),
@@ -330,7 +331,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         hashing = cache.prefix_caching_hash_algo
         engine = open_engine(settings, workers, groups, model, hashing, prefix=prefix, **names)
         try:
-            self._begin(engine, groups, workers, tokenizer, refused)
+            self._begin(engine, groups, workers, tokenizer, markers, refused)
         except Exception:
             if self._publisher:
                 self._publisher.close()
@@ -338,7 +339,13 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             raise
 
     def _begin(
-        self, engine: CacheEngine, groups: KVGroups, workers: Sequence[WorkerFacts], tokenizer: Any, refused: str
+        self,
+        engine: CacheEngine,
+        groups: KVGroups,
+        workers: Sequence[WorkerFacts],
+        tokenizer: Any,
+        markers: Markers | None,
+        refused: str,
     ) -> None:
         """Create the scheduler over the open store, and start the endpoints that the settings name addresses for."""
         cache, speculative = self._config.cache_config, self._config.speculative_config
@@ -349,7 +356,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             groups=groups,
             stages=layers_of_stages(workers),
             ranks=len(workers),
-            markers=self._markers(tokenizer) if tokenizer and not refused else None,
+            markers=markers,
             tokenizer=tokenizer,
             blends=not refused,
             refused=refused,
