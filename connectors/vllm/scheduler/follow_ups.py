@@ -64,12 +64,11 @@ class FollowUps:
     def continue_blend(self, state: RequestState, exact: int, *, by_separators: bool = False) -> bool:
         """Continue an earlier blend of the engine, or revise it if the request asks another question.
 
-        Of several blends, it is the one of which the engine has the most tokens. To continue, the hashes of the request
-        are salted as those of the blend. Both are done only if these tokens are more than the `exact` tokens that are
-        cached or stored otherwise. Once revisions have
-        computed a share of the tokens that prefill would, a prompt is computed instead, and further ones find its
-        blocks in the engine's cache. Returns true if the request continues or revises a blend, or must wait for one
-        that is under way.
+        Of several blends, the engine continues the one that has the most tokens in its cache. To continue, the hashes
+        of the request are salted as those of the blend. Both are done only if these tokens are more than the `exact`
+        tokens that are cached or stored otherwise. Once revisions have computed a share of the tokens that prefill
+        would, a prompt is computed instead, and further ones find its blocks in the engine's cache. Returns true if the
+        request continues or revises a blend, or must wait for one that is under way.
         """
         request, policy = state.request, state.policy
         assert policy is not None
