@@ -515,7 +515,7 @@ def test_the_time_of_the_last_use_is_that_of_the_record_after_a_restart(tmp_path
 
 
 def test_a_document_whose_second_reservation_is_interrupted_holds_nothing(monkeypatch):
-    """As by Ctrl-C. The first chunk stayed reserved, so that nobody could learn the document."""
+    """As by Ctrl-C. The first chunk stayed reserved, so that no engine could learn the document."""
     with closing(engine_of()) as engine:
         begin = engine.store.begin
 
@@ -880,6 +880,20 @@ def test_names_that_a_document_gets_after_it_was_learned_survive_a_restart(tmp_p
         learn(engine, A, name="third.md")
     with closing(engine_of(tmp_path)) as engine:
         assert known(engine, A).names == ["third.md"], "names went with the document"
+
+
+def test_the_row_of_a_renamed_document_goes_with_it_also_after_a_pin(tmp_path):
+    """A document that was named before its record was read is written with its names when it is pinned."""
+    with closing(engine_of(tmp_path)) as engine:
+        document = learn(engine, A, name="second.md")
+        again = {"name": "first.md", "used": 0.0}  # as its record says
+        engine.known.recall(document.namespace, document.tokens, document.keys, **again)
+        assert document.renamed
+        engine.keeper.pin([document])
+        engine.keeper.unpin([document])
+        assert rows(tmp_path, "SELECT count(*) FROM kept") == [(1,)]
+        engine.keeper.remove([document])
+        assert rows(tmp_path, "SELECT count(*) FROM kept") == [(0,)]
 
 
 def test_names_are_kept_when_a_pin_ends_and_go_with_the_chunks_of_their_document(tmp_path):

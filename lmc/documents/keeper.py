@@ -355,9 +355,11 @@ class Keeper(DocumentKeeper):
                         self._kept[document.id] = document
                     else:
                         self._kept.pop(document.id, None)
-                    if not document.renamed:
+                    self._renamed.pop(document.id, None)
+                    if document.renamed:
+                        self._names[document.id] = document.name
+                    else:
                         self._names.pop(document.id, None)
-                        self._renamed.pop(document.id, None)
             if changed:
                 self._write(changed)
         if self._rows is None and new:
