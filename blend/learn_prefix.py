@@ -47,7 +47,7 @@ def header_of_users(tokenizer: Any, messages: Variants) -> tuple[int, ...]:
     They begin with the last of the headers `messages` (see `Markers`). Without one, they are all tokens before the
     first message, which may begin with BOS. The result is empty without a chat template.
     """
-    chat = _chat_with(tokenizer, MESSAGE)
+    chat = _chat(tokenizer)
     if MESSAGE not in chat:
         return ()
     before = tuple(tokenizer.encode(chat[: chat.index(MESSAGE)], add_special_tokens=False))
@@ -65,15 +65,15 @@ def sink_of(tokenizer: Any) -> tuple[int, ...]:
     """
     if tokenizer.bos_token_id is not None:
         return (tokenizer.bos_token_id,)
-    first = tuple(tokenizer.encode(_chat_with(tokenizer, MESSAGE), add_special_tokens=False)[:1])
+    first = tuple(tokenizer.encode(_chat(tokenizer), add_special_tokens=False)[:1])
     return first if set(first) <= set(tokenizer.all_special_ids) else ()
 
 
-def _chat_with(tokenizer: Any, message: str) -> str:
-    """Return a chat with one message of a user, as the chat template renders it; an empty text if it does not."""
+def _chat(tokenizer: Any) -> str:
+    """Return a chat of one user's `MESSAGE` as the chat template renders it; an empty text if it cannot."""
     if not getattr(tokenizer, "chat_template", None):
         return ""
     try:
-        return str(tokenizer.apply_chat_template([{"role": "user", "content": message}], tokenize=False))
+        return str(tokenizer.apply_chat_template([{"role": "user", "content": MESSAGE}], tokenize=False))
     except Exception:  # noqa: BLE001 - A template may raise any error, for example without a system text.
         return ""

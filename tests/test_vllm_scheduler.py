@@ -1156,14 +1156,20 @@ def test_a_preempted_request_finds_what_it_has_saved(make):
     lab.finish(request)
 
 
-def test_a_preempted_request_reports_the_tokens_of_its_last_load(make):
-    """The tokens of both loads were added up, and were more than the prompt has."""
-    lab = make()
+def exactly_loaded(lab: Lab) -> Request:
+    """A request for which 16 of 18 tokens were loaded."""
     lab.serve("before", PLAIN[:18])
     lab.forget_prefixes()
     request = lab.arrive("one", PLAIN[:18])
     assert lab.admit(request) == 16
     lab.load(request)
+    return request
+
+
+def test_a_preempted_request_reports_the_tokens_of_its_last_load(make):
+    """The tokens of both loads were added up, and were more than the prompt has."""
+    lab = make()
+    request = exactly_loaded(lab)
     lab.preempt(request)
     lab.pool.forget()
     assert lab.admit(request) == 16
@@ -2145,11 +2151,7 @@ def test_times_and_shares_of_requests_are_observed_by_mode(make):
 def test_a_request_that_was_loaded_exactly_counts_as_exact_after_a_reset(make):
     """Nothing of it is saved any more, as of approximate KV, and so it was counted as a blend."""
     lab = make()
-    lab.serve("before", PLAIN[:18])
-    lab.forget_prefixes()
-    request = lab.arrive("one", PLAIN[:18])
-    assert lab.admit(request) == 16
-    lab.load(request)
+    request = exactly_loaded(lab)
     lab.scheduler.reset()
     lab.compute(request, 2)
     lab.scheduler.take_observed()

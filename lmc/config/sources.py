@@ -68,6 +68,10 @@ OF_SERVICES = {
 }
 
 
+# The errors of a text that is not YAML. A date such as 2024-99-99 raises ValueError, and deep nesting RecursionError.
+YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
+
+
 class Given(NamedTuple):
     """A value as written in a source, and the source."""
 
@@ -149,7 +153,7 @@ class Source:
         except KeyTwice as error:
             self.problems.append(f"{NESTED} ({given.origin}) has {error}")
             return
-        except (yaml.YAMLError, ValueError, RecursionError):  # An impossible date raises ValueError.
+        except YAML_ERRORS:
             nested = given.value
         if not isinstance(nested, Mapping | None):
             self.problems.append(f"{NESTED} ({given.origin}) must be a mapping of settings")
@@ -275,7 +279,7 @@ def read_mapping(path: Path, given: str, example: str) -> dict[Any, Any]:
         raise ConfigError(f"{given} cannot be read: {error.strerror}") from error
     except KeyTwice as error:
         raise ConfigError(f"{given} has {error}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2024-99-99
+    except YAML_ERRORS as error:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", "a value that cannot be read")

@@ -163,15 +163,14 @@ class KnownDocuments:
         """
         with self._mutex:
             known = self._documents.get(keys[-1])
-            is_new = known is None
             if known is not None and known.renamed:
                 known.renamed, name = known.name != name, ""  # Its names are those of its row.
-            if is_new and self._bytes + known_bytes(len(tokens), len(keys)) > self._max_bytes:
+            if known is None and self._bytes + known_bytes(len(tokens), len(keys)) > self._max_bytes:
                 self._note_too_many()
                 return None
             document = self._noted(namespace, tokens, keys, name, model, tenant)
             document.renamed |= bool(name) and document.name != name
-            if is_new:
+            if known is None:
                 document.used = used or document.used
             elif again and document.removed:
                 if self._finds:

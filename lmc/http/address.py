@@ -85,7 +85,12 @@ def url_of(address: str, token: str, engine: int = 0) -> str:
         return UNIX + socket_path(address, engine)
     host, port = host_and_port(address, token)
     host = {"0.0.0.0": LOCAL[0], "::": LOCAL[2]}.get(host, host)
-    return f"http://[{host}]:{port + engine}" if ":" in host else f"http://{host}:{port + engine}"
+    return f"http://{host_in_url(host)}:{port + engine}"
+
+
+def host_in_url(host: str) -> str:
+    """Return a host as it stands in a URL: an IPv6 address is in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def is_local(host: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from lmc.config.sources import Given
+from lmc.config.sources import YAML_ERRORS, Given
 from lmc.errors import ConfigError, InputError
 from lmc.http.address import TOKEN
 from lmc.router.engines import EngineAddress, Engines, address
@@ -165,7 +165,7 @@ def policy_options(policy: str, given: Mapping[str, Given]) -> dict[str, Any]:
             raise ConfigError(f"lmc router has no option {name} ({origin}): did you mean {near[0]}?")
         try:
             options[name] = yaml.safe_load(value) if isinstance(value, str) else value
-        except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date such as 2024-99-99
+        except YAML_ERRORS:
             raise ConfigError(
                 f"--option {name}={value} ({origin}): the value must be a number or a word, such as 0.5"
             ) from None

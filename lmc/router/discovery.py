@@ -12,7 +12,9 @@ import aiohttp
 import yaml
 from yarl import URL
 
+from lmc.config.sources import YAML_ERRORS
 from lmc.errors import ConfigError, InputError
+from lmc.http.address import host_in_url
 from lmc.router.engines import EngineAddress, address
 from lmc.router.watch import Discovery
 
@@ -41,7 +43,7 @@ def in_file(path: Path) -> Collection[EngineAddress]:
     """Return the engines of a YAML file: a list of URLs, or of mappings of `ENGINE_FIELDS`. Raises `InputError`."""
     try:
         content = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, *YAML_ERRORS) as error:
         raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is not YAML'}") from None
     addresses = []
     for item in content if isinstance(content, list) else [content]:
@@ -63,7 +65,7 @@ async def in_dns(host: str, port: int) -> Collection[EngineAddress]:
     """Return an engine for each address of a name, such as a headless service of Kubernetes."""
     infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     hosts = sorted({str(entry[4][0]) for entry in infos})
-    return [address(f"http://{_place(address_text, port)}") for address_text in hosts]
+    return [address(f"http://{host_in_url(address_text)}:{port}") for address_text in hosts]
 
 
 async def in_kubernetes(
@@ -81,7 +83,7 @@ async def in_kubernetes(
     token = (account / "token").read_text().strip()
     trusted = ssl.create_default_context(cafile=str(account / "ca.crt")) if scheme == "https" else True
     selected = f"pods?labelSelector={quote(labels, safe='')}"
-    url = URL(f"{scheme}://{_place(host, api)}/api/v1/namespaces/{quote(namespace)}/{selected}", encoded=True)
+    url = URL(f"{scheme}://{host_in_url(host)}:{api}/api/v1/namespaces/{quote(namespace)}/{selected}", encoded=True)
     headers = {"authorization": f"Bearer {token}"}
     async with session.get(url, headers=headers, ssl=trusted, timeout=API_TIMEOUT) as response:
         if response.status != 200:
@@ -96,10 +98,5 @@ async def in_kubernetes(
         if ready and status.get("podIP") and not pod["metadata"].get("deletionTimestamp"):
             shared = labelled.get("lmc/cache", "")
             cache = f"{shared}@{pod['spec'].get('nodeName', '')}" if shared else ""
-            engines.append(address(f"http://{_place(status['podIP'], port)}", cache=cache))
+            engines.append(address(f"http://{host_in_url(status['podIP'])}:{port}", cache=cache))
     return engines
-
-
-def _place(host: str, port: int | str) -> str:
-    """Return the host and the port of a URL; an IPv6 address is put in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

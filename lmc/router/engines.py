@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from lmc.errors import InputError
+from lmc.http.address import host_in_url
 from lmc.http.client import with_scheme
 from lmc.router.policy_types import Candidate
 from lmc.router.prefills import Prefill, PrefillQueue
@@ -60,8 +61,7 @@ class EnginePorts(NamedTuple):
 
     def completed(self, address: EngineAddress) -> EngineAddress:
         """Return an address with missing endpoints filled in, at the engine's host and these ports."""
-        host = urlsplit(address.url).hostname or ""
-        host = f"[{host}]" if ":" in host else host
+        host = host_in_url(urlsplit(address.url).hostname or "")
         admin = f"http://{host}:{self.admin}" if self.admin else ""
         events = "+".join(f"tcp://{host}:{port}" for port in (self.kv_events, self.kv_replay) if port)
         return address._replace(admin=address.admin or admin, kv_events=address.kv_events or events)

@@ -19,7 +19,7 @@ import msgspec
 
 from lmc.blend.markers import Markers
 from lmc.errors import InputError
-from lmc.http.address import DOCUMENT_TOPIC, address_of_engine
+from lmc.http.address import DOCUMENT_TOPIC, address_of_engine, host_in_url
 from lmc.http.client import DocumentList
 from lmc.router.cut import Cutter
 from lmc.router.document_index import DocumentIndex, ReportedDocument
@@ -286,8 +286,7 @@ def decoded(payload: bytes) -> tuple[float, Iterable[dict[str, Any]]]:
 
 def _stream(addresses: str, admin: str) -> EventStream | None:
     """Return the stream of an engine that publishes at one address or two, such as `tcp://*:5558`; None without any."""
-    host = urlsplit(admin).hostname or "127.0.0.1"
-    host = f"[{host}]" if ":" in host else host
+    host = host_in_url(urlsplit(admin).hostname or "127.0.0.1")
     publisher, _, replay = addresses.replace(" ", "").partition(",")
     if not publisher:
         return None

@@ -12,6 +12,7 @@ from lmc.commands.top import fetch
 from lmc.config.settings import Settings
 from lmc.documents.sources import Document
 from lmc.errors import InputError
+from lmc.http.address import host_in_url
 from lmc.http.client import DocumentList, Refused, Unreachable, admin_client, vllm_client, with_scheme
 from lmc.http.prompts import plain_chat
 from lmc.metrics import parted
@@ -266,8 +267,7 @@ def _address_of(admin: str, url: str) -> str:
         return admin
     if listening not in ("0.0.0.0", "[::]"):
         return admin
-    host = str(urlsplit(url).hostname)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{host_in_url(str(urlsplit(url).hostname))}:{port}"
 
 
 def _if_complete(capacity: dict[str, float], tiers: Collection[str]) -> dict[str, float]:
