@@ -102,7 +102,7 @@ WRONG = {
     "the same engine twice": (("--static-backends", "http://a,http://a/v1/"), "http://a twice"),
     "a URL with a blank": (("--static-backends", "http://a b:8000"), "is not the URL of an engine"),
     "an option that is no YAML": (("--static-backends", "http://a", "--option", "stay={"), "a number or a word"),
-    "an option that is no date": (
+    "an option with an impossible date": (
         ("--static-backends", "http://a", "--option", "stay=2024-99-99"),
         "a number or a word",
     ),

@@ -220,7 +220,7 @@ def test_pins_of_a_killed_client_are_given_back(server, attach, child):
 def test_a_slot_of_a_killed_client_is_given_to_nobody_while_one_of_its_processes_lives(
     server, attach, child, caplog, removed
 ):
-    """The worker of a killed engine writes late, into a slot that nobody else has meanwhile.
+    """The worker of a killed engine writes late, into a slot that no other client has meanwhile.
 
     This holds if a program that cleans up has removed the lock file, too.
     """
