@@ -16,7 +16,7 @@ from lmc.demo.pretrained import MODELS
 
 # Results of each model. Those that are not kept yet are left out.
 RESULTS_OF = {
-    "smollm2": ("quality_ratios", "quality_inside", "quality_joined", "quality_python"),
+    "smollm2": ("quality", "quality_inside", "quality_joined", "quality_python"),
     "gemma3": ("quality_gemma3", "quality_gemma3_python"),
     "qwen2.5-coder": ("quality_qwen2.5-coder", "quality_qwen2.5-coder_python"),
 }
