@@ -42,9 +42,10 @@ from lmc.errors import ConfigError, InputError
 from lmc.http import server as http_server
 from lmc.http import timeouts
 from lmc.http.client import Unreachable, admin_client
-from lmc.keys import RecordKind, tenant_of, tokens_digest
+from lmc.keys import ChunkKey, RecordKind, tenant_of, tokens_digest
 from lmc.server import arenas, http_api
 from lmc.server.client import remote_store
+from lmc.server.client.connection import Gone
 from lmc.server.events import Events
 from lmc.server.http_api import application
 from lmc.server.overview import Overview
@@ -210,6 +211,54 @@ def test_documents_of_all_engines_are_listed_and_those_of_a_name_shown(service):
         assert shown["text"] == " ".join(map(str, A))
     code, out, _ = lmc("documents", "list", "--url", service.url)
     assert (code, "a.txt" in out, "2 of 2 documents" in out) == (0, True, True)
+
+
+def names(engine, tokens):
+    return [document.names for document in engine.known.list() if list(document.tokens) == tokens]
+
+
+def learn_as(engine, tokens, name):
+    """Learn a stored document once more, from a file of another name."""
+    engine.note(tokens, engine.documents(tokens, [engine.document_span(tokens)]), name=name)
+
+
+def test_a_name_that_one_engine_learns_a_stored_document_as_is_known_to_the_server_and_to_other_engines(service):
+    """The server and other engines knew the first name only. A name that was replaced since stays replaced."""
+    one, other = service.engine(), service.engine()
+    learn(one, A, name="a.txt")
+    eventually(lambda: names(other, A) == [["a.txt"]])
+    service.ask("/v1/documents/a.txt", {"name": "b.txt"}, "PATCH")
+    learn_as(one, A, "c.txt")
+    eventually(lambda: service.documents()[0]["names"] == ["b.txt", "c.txt"])
+    eventually(lambda: names(other, A) == [["a.txt", "b.txt", "c.txt"]])
+
+
+def test_a_name_of_a_document_that_the_server_lacks_or_has_removed_is_ignored(service):
+    engine = service.engine()
+    document = learn(engine, A, name="a.txt")
+    engine.keeper.remove([document])
+    engine.keeper.renamed([document], learned_as="b.txt")
+    engine.keeper.renamed([replace(document, keys=(ChunkKey(bytes(32)),))], learned_as="c.txt")
+    learn(engine, B, name="d.txt")
+    learn_as(engine, B, "e.txt")
+    eventually(lambda: [one["names"] for one in service.documents()] == [["d.txt", "e.txt"]])
+
+
+def test_a_name_is_sent_again_if_the_server_did_not_answer(service, monkeypatch):
+    monkeypatch.setattr(remote_store, "BEAT_SECONDS", 1000)
+    engine = service.engine()
+    learn(engine, A, name="a.txt")
+    learn_as(engine, A, "b.txt")
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.store.attachment.quick, "ask", fails)
+        with pytest.raises(Gone):
+            beat(engine.store)
+    beat(engine.store)
+    assert service.documents()[0]["names"] == ["a.txt", "b.txt"]
+
+
+def fails(*given):
+    raise Gone("the server has ended")
 
 
 def test_a_use_by_an_engine_counts(service):

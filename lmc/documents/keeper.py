@@ -52,8 +52,11 @@ class DocumentKeeper(Protocol):
     def remove(self, documents: Sequence[KnownDocument]) -> None:
         """Remove documents from memory, from all tiers, and from the queue of documents to learn."""
 
-    def renamed(self, documents: Sequence[KnownDocument]) -> None:
-        """Record the names of documents that have others than before. They may be written later."""
+    def renamed(self, documents: Sequence[KnownDocument], learned_as: str = "") -> None:
+        """Record the names of documents that have others than before. They may be written later.
+
+        `learned_as` is the name that they got because they were learned again.
+        """
 
     def refresh(self, documents: Sequence[KnownDocument]) -> None:
         """Update the pins and time limits of these documents from where they are kept."""
@@ -244,7 +247,7 @@ class Keeper(DocumentKeeper):
                 "\n".join(faults[:MAX_LOGGED_FAULTS]),
             )
 
-    def renamed(self, documents: Sequence[KnownDocument]) -> None:
+    def renamed(self, documents: Sequence[KnownDocument], learned_as: str = "") -> None:
         """Record the names of documents that have others than before. The thread writes them within a second."""
         if self._rows is None:
             return

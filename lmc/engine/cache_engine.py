@@ -305,7 +305,7 @@ class CacheEngine:
                 if not (used and self._was_removed(keys)):
                     noted.append(self.known.note(namespace, tokens, keys, used=used, **owner))
         if name:
-            self.keeper.renamed(noted)
+            self.keeper.renamed(noted, learned_as=name)
         return noted
 
     def _was_removed(self, keys: Sequence[ChunkKey]) -> bool:

@@ -12,6 +12,7 @@ from lmc.documents.keeper import Keeper, PinnedShare
 from lmc.documents.kept import KeptDocuments
 from lmc.documents.known import KnownDocument, KnownDocuments, parted_label
 from lmc.documents.learn_queue import Unlearned
+from lmc.documents.names import joined_names, names_in
 from lmc.keys import ChunkKey, RecordKind, document_keys
 from lmc.server.budget import Budget
 from lmc.server.document_changes import DocumentChanges
@@ -115,6 +116,17 @@ class Arena:
             self.changes.add(document)
         self.waiting.discard(meta.key.hex())
         return document
+
+    def add_name(self, last_key: ChunkKey, name: str) -> None:
+        """Add a name that a client has learned a stored document as again, and tell the other clients."""
+        document = self.known.get(last_key.hex())
+        if document is None or document.removed:
+            return
+        names = joined_names([*document.names, *names_in(name)])
+        if names != document.name:
+            self.known.rename(document, names)
+            self.keeper.renamed([document])
+            self.changes.add(document)
 
     def make_room(self, meta: RecordMeta) -> bool:
         """Evict the least recently used chunks of a chunk's owner until the new chunk fits into the quotas.

@@ -35,6 +35,7 @@ Leases = Annotated[list[int], msgspec.Meta(max_length=1 << 16)]
 MAX_LISTED_RECORDS = 500  # records in one response
 MAX_LISTED_CHUNKS = 2000  # chunks in one response; decoding them takes some milliseconds
 MAX_OFFERED_DOCUMENTS = 64  # documents in one message
+MAX_NAMED_DOCUMENTS = 1024  # names in one message
 
 
 class Attached(msgspec.Struct, frozen=True):
@@ -113,12 +114,20 @@ class Offered(msgspec.Struct, frozen=True):
     name: Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)] = ""
 
 
+class Named(msgspec.Struct, frozen=True, array_like=True):
+    """A name that a stored document was learned as again."""
+
+    last_key: WholeKey
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_NAME)]
+
+
 class Ping(Request, frozen=True):
     """The heartbeat of a client, sent every second. It shows the server that the client is alive."""
 
     offered: Annotated[list[Offered], msgspec.Meta(max_length=MAX_OFFERED_DOCUMENTS)] = []
     namespaces: Annotated[list[Digest], msgspec.Meta(max_length=1 << 12)] = []  # new namespaces of the client's tenants
     has_time: bool = False  # whether the client is idle, and can learn documents of other clients
+    named: Annotated[list[Named], msgspec.Meta(max_length=MAX_NAMED_DOCUMENTS)] = []
 
     def handle(self, lease: "Lease") -> Beat:
         """Return the current counts, tier speeds, pinned chunks, documents to learn, and the last change."""
@@ -127,6 +136,8 @@ class Ping(Request, frozen=True):
             [(document.namespace, _uint32(document.tokens), document.name) for document in self.offered],
             self.namespaces,
         )
+        for named in self.named:
+            arena.add_name(named.last_key, named.name)
         documents = arena.waiting.take(lease, lease.namespaces, has_time=self.has_time)
         speeds, pinned = lease.store.cost.speeds(), arena.keeper.pinned_chunks
         return Beat(lease.stats(), speeds, pinned, documents, arena.changes.last)

@@ -4,6 +4,7 @@ The engine's known documents follow those of the server: what other engines lear
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from lmc.server import messages as m
 from lmc.shapes import MIB
 
 MAX_REQUEST_BYTES = 2 * MIB  # limit for the tokens of a request
+MAX_UNSENT_NAMES = 1 << 16  # names that wait for a server that is away; the oldest are forgotten
 
 
 class RemoteKeeper(DocumentKeeper):
@@ -35,6 +37,7 @@ class RemoteKeeper(DocumentKeeper):
         self._ask, self._pinned_chunks, self._engine, self._known = ask, pinned_chunks, engine, engine.known
         self._changes = changes  # number of the last change that the engine knows
         self._read_since: int | None = changes  # the last change before the reading that goes on
+        self._named: deque[m.Named] = deque(maxlen=MAX_UNSENT_NAMES)
         self._must_read = False  # whether the server may have documents that the engine does not know
         self.moving = threading.RLock()
 
@@ -65,8 +68,20 @@ class RemoteKeeper(DocumentKeeper):
         self._keep(documents, "remove")
         self._remove(documents, REMOVED_BY_USER)
 
-    def renamed(self, documents: Sequence[KnownDocument]) -> None:
-        """Do nothing: the server has its own names, which its administration changes."""
+    def renamed(self, documents: Sequence[KnownDocument], learned_as: str = "") -> None:
+        """Send the name that documents were learned as to the server, within a second.
+
+        It is added to the server's names of these documents, which its administration may replace.
+        """
+        self._named.extend(m.Named(document.keys[-1], learned_as) for document in documents if learned_as)
+
+    def take_named(self) -> list[m.Named]:
+        """Return the next names for the server, at most `MAX_NAMED_DOCUMENTS`, and forget them."""
+        return [self._named.popleft() for _ in range(min(len(self._named), m.MAX_NAMED_DOCUMENTS))]
+
+    def not_sent(self, named: Sequence[m.Named]) -> None:
+        """Send these names later."""
+        self._named.extendleft(reversed(named))
 
     def refresh(self, documents: Sequence[KnownDocument]) -> None:
         """Update the pins and time limits of documents from the server."""

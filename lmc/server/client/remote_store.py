@@ -341,7 +341,15 @@ class RemoteStore(ChunkStore, DocumentServer):
 
     def _beat(self, at: Attachment) -> None:
         learning = self._learning
-        beat = at.quick.ask(learning.news() if learning else m.Ping())
+        ping = learning.news() if learning else m.Ping()
+        if self._keeper is not None:
+            ping = msgspec.structs.replace(ping, named=self._keeper.take_named())
+        try:
+            beat = at.quick.ask(ping)
+        except Gone:
+            if self._keeper is not None:
+                self._keeper.not_sent(ping.named)
+            raise
         self._counts.update(beat.stats)
         self._pinned_chunks = beat.pinned
         if learning:
