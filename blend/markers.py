@@ -92,7 +92,7 @@ def separator_variants(
     around += itertools.product(BEFORE, (bare,), AFTER)
     variants |= {_joined(encode("".join(parts)), decode, bare) for parts in around} - {()}
     if not bare or not variants:
-        wrong = f"the special string {special_string!r} has no tokens of its own"
+        wrong = f"the separator {special_string!r} has no tokens of its own"
         raise InputError(f"{wrong}; set blend_special_str to another string")
     return longest_first(variants)
 

@@ -69,7 +69,7 @@ def way_between(first: torch.Tensor, moved: torch.Tensor, rotations: Sequence[Ke
         fits = 2 * rotation.cos.shape[-1] <= first.shape[-1]
         if fits and difference(rotated(first, rotation), moved) <= allowed:
             return way
-    raise UnsupportedModel("its keys at two positions are not rotations of each other")
+    raise UnsupportedModel("the model's keys at two positions are not rotations of each other")
 
 
 def rotations_by_layer(kinds: Sequence[Any], ways: Sequence[int | None], angles: dict[Any, Angles]) -> list[Rotation]:

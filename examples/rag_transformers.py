@@ -37,7 +37,7 @@ with cached:  # closing writes chunks that are only in memory to disk
     new = sum(cached.learn(document) > 0 for document in documents)
     print(f"{len(documents)} documents, {new} of them prefilled now, the others were on disk")
 
-    # 2. For each request: system text, documents in any order, question, with the special string between them.
+    # 2. For each request: system text, documents in any order, question, with the separator between them.
     system = tokenizer.encode("this is the old register for the village and the land about it .")
     separator = encode(settings.blend_special_str)
     question = encode("at the abbey , owner of goose")

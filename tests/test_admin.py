@@ -142,7 +142,7 @@ def test_a_document_of_which_a_chunk_is_gone_is_said_to_be_stored_in_part(make, 
     (tmp_path / "prompt.txt").write_text(Words().decode(prompt(DOC_A)))
     out = lmc("explain", tmp_path / "prompt.txt", "--url", f"127.0.0.1:{port}")[1]
     stop()
-    assert f"reused from host, {chunks - 1} of {chunks} chunks" in out
+    assert f"reused from memory, {chunks - 1} of {chunks} chunks" in out
 
 
 def test_a_document_whose_time_was_over_and_one_of_a_tier_that_is_away_are_said_to_be_that(make, monkeypatch):
@@ -326,7 +326,7 @@ def test_the_endpoint_answers_what_the_commands_ask(served, tmp_path):
     )
     code, out, _ = lmc("explain", tmp_path / "prompt.json", "--url", served.url)
     assert code == 0
-    assert "document 1, 20 tokens from 7 on: reused from host" in out
+    assert "document 1, 20 tokens from 7 on: reused from memory" in out
     assert "document 2, 6 tokens" in out
     assert "why: it is not learned yet" in out
     (tmp_path / "prompt.txt").write_text(Words().decode(prompt(DOC_B)))
@@ -606,7 +606,7 @@ def test_an_engine_that_knows_no_documents_advises_how_to_learn(advised):
 def test_settings_because_of_which_nothing_is_found_are_named(advised):
     text = f"Use this: {NOTES} What is rule 8?"
     why, advice = advised(text, NOTES, settings={"blend_find": "separators"})
-    assert why == "blend_find is separators, and the prompt has no special string ' # # '"
+    assert why == "blend_find is separators, and the prompt has no separator ' # # '"
     assert "LMC_BLEND_FIND=known" in advice
     why, advice = advised(text, NOTES, settings={"blend_min_tokens": 256})
     assert "fewer than blend_min_tokens=256" in why
@@ -675,7 +675,7 @@ def test_a_part_of_a_document_is_named_with_its_tokens(make, tmp_path):
     (tmp_path / "prompt.json").write_text(json.dumps(asked))
     with endpoint(found) as address:
         out = lmc("explain", tmp_path / "prompt.json", "--url", address)[1]
-    assert "document 1, 250 tokens from 8 on: reused from host" in out
+    assert "document 1, 250 tokens from 8 on: reused from memory" in out
     assert "equal to tokens 210 to 460 of handbook.md" in out
 
 
@@ -715,7 +715,7 @@ def test_each_prompt_of_a_body_is_explained(served, tmp_path):
         (tmp_path / "prompts.json").write_text(json.dumps(given))
         out = lmc("explain", tmp_path / "prompts.json", "--url", served.url)[1]
         assert [out.count(f"prompt {number} of 2") for number in (1, 2)] == [1, 1]
-        assert out.count("reused from host") == 2
+        assert out.count("reused from memory") == 2
     for given in (tokens[0], items, {"input": items}):
         (tmp_path / "prompt.json").write_text(json.dumps(given))
         found = json.loads(lmc("explain", tmp_path / "prompt.json", "--url", served.url, "--json")[1])

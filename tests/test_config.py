@@ -517,7 +517,7 @@ class TestLMCache:
         are = (
             "Redis (redis://…), Mooncake (mooncake://…), object stores (s3://…, gs://…, az://…) and shared directories"
         )
-        assert said.startswith(f"remote_url (override remote_url): {scheme}:// is not there yet; {are}")
+        assert said.startswith(f"remote_url (override remote_url): {scheme}:// is not supported yet; {are}")
         assert "hunter2" not in said
 
     @pytest.mark.parametrize(

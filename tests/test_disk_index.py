@@ -348,7 +348,7 @@ def test_a_lost_database_is_built_anew_with_a_warning_only_if_it_was_damaged(tmp
     (tmp_path / index.FILE).write_bytes(b"not a database" * 100)
     with closing(DiskTier(tmp_path, ROOM)) as tier:
         assert {meta.key for meta, _ in tier.headers()} == {*KEYS}
-    assert "cannot be used (file is not a database): it is built anew" in caplog.text
+    assert "cannot be used (file is not a database) and is rebuilt" in caplog.text
 
 
 def test_a_database_of_another_version_is_built_anew(tmp_path, caplog):
@@ -393,7 +393,7 @@ def test_changes_that_could_not_be_committed_are_committed_later(tmp_path, monke
 
 
 def test_changes_that_cannot_be_committed_for_long_take_no_more_memory(tmp_path, monkeypatch):
-    """They were kept as long as the process ran. Without them, the index is built anew."""
+    """They were kept as long as the process ran. Without them, the index is rebuilt."""
     monkeypatch.setattr(index, "COMMIT_SECONDS", 3600.0)
     monkeypatch.setattr(index, "MAX_WAITING", 8)
     monkeypatch.setattr(index, "PATIENCE_SECONDS", 0.01)
@@ -468,7 +468,7 @@ def test_a_listing_of_a_database_that_was_built_anew_meanwhile_ends_with_an_erro
     next(listing)
     rows.clear()
     rows.put(meta_of(KEYS[-1]), 100, 100)
-    with pytest.raises(index.IndexLost, match="built anew"):
+    with pytest.raises(index.IndexLost, match="rebuilt"):
         list(listing)
     rows.close()
 
@@ -497,7 +497,7 @@ def test_an_index_that_another_process_locks_stays_as_it_is(tmp_path, monkeypatc
     caplog.clear()
     with closing(DiskTier(tmp_path, ROOM)) as tier:
         assert {meta.key for meta, _ in tier.headers()} == {*KEYS}
-    assert "built anew" not in caplog.text
+    assert "rebuilt" not in caplog.text
 
 
 def test_an_index_that_could_not_be_used_is_not_trusted_at_the_next_start(tmp_path, monkeypatch):

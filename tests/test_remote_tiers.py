@@ -95,7 +95,7 @@ def test_an_empty_list_is_no_remote_tier(nothing: object) -> None:
         (["redis://:hunter2@a", "redis://:hunter2@b"], "two remote tiers of one kind: Redis at a:6379 and Redis at b"),
         (["s3://a/kv", "gs://b/kv"], "two remote tiers of one kind: S3 bucket a/kv and Google Cloud Storage bucket b"),
         (["redis://:hunter2@a", "file://kv"], "a shared directory is written as file:///path"),
-        (["redis://:hunter2@a", "hf3fs://x"], "hf3fs:// is not there yet"),
+        (["redis://:hunter2@a", "hf3fs://x"], "hf3fs:// is not supported yet"),
         (["redis://:hunter2@a/b/c", "file:///kv"], "(argument remote_url) must be redis://"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Prompts are cut at the special string, however the tokenizer writes it."""
+"""Prompts are cut at the separator, however the tokenizer writes it."""
 
 import copy
 import itertools

@@ -62,7 +62,7 @@ from lmc.shapes import GIB
 from lmc.storage.memory.slab import Slab
 
 SLOTS = 8  # of the slab
-DELAY = 20_000_000  # cycles that a stream sleeps, some 10 ms
+DELAY = 20_000_000  # cycles that a stream sleeps, about 10 ms
 OURS = {
     "_place",
     "_gather",
@@ -299,7 +299,7 @@ def models(report: Report, sizes: Sizes) -> None:
             ours = sum(count for name, count in launched.items() if name in OURS)
             report.line("GPU operations of a blend, for each layer", sum(launched.values()) / sizes.layers, "")
             what = "launches of lmc's kernels of a blend, for each layer"
-            report.line(what, ours / sizes.layers, "", least=1, most=LAUNCHES)  # One places what is stored.
+            report.line(what, ours / sizes.layers, "", least=1, most=LAUNCHES)  # at least `place`
 
 
 def launches(work: Callable[[], Any]) -> Counter[str]:

@@ -41,7 +41,7 @@ def _attention(
     Raises `UnsupportedModel` if the layer has made a mask, because lmc calls layers without one.
     """
     if attention_mask is not None:
-        raise UnsupportedModel("its layers make masks of their own, which lmc's attention does not know")
+        raise UnsupportedModel("the model's layers make masks of their own, which lmc's attention does not know")
     rows = [one[0].transpose(0, 1) for one in (query, key, value)]
     attended = _ATTEND.get()(rows[0], rows[1], rows[2], named)
     if attended is None:
@@ -207,10 +207,10 @@ class DecoderLayers:
         for layer, kind in enumerate(self.kinds):
             (first, named), (moved, _) = (self._projected(layer, hidden, at, angles[kind].at(at)) for at in ends)
             if first.shape[1:] != (self.shape.kv_heads, self.shape.head_dim):
-                raise UnsupportedModel("its layers have KV heads of different numbers or sizes")
+                raise UnsupportedModel("the model's layers have KV heads of different numbers or sizes")
             window = int(named.get("sliding_window") or 0)
             if not window and self._has_window(kind):
-                raise UnsupportedModel("its windows are in its masks alone, which lmc does not read")
+                raise UnsupportedModel("the model's windows are in its masks alone, which lmc does not read")
             seen = {
                 "scale": float(named["scaling"]),
                 "window": window,

@@ -317,7 +317,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         model = model_identity(self._config, [facts.weights for facts in workers])
         refused = next((facts.refused for facts in workers if facts.refused), "")
         if refused and settings.enable_blending:
-            log.warning("blending is off: %s. Exact offload continues.", refused)
+            log.warning("blending is off: %s. Exact prefixes are still stored and loaded.", refused)
         # Without blending, `lmc explain` still needs a tokenizer: it says why a prompt given as text is not blended.
         tokenizer = self._tokenizer() if not refused or settings.admin else None
         markers = self._markers(tokenizer) if tokenizer and not refused else None
@@ -399,7 +399,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         tokenizer = vllm_api.cached_tokenizer_from_config(self._config.model_config)
         if tokenizer is None:
             log.warning(
-                "prompts are not split at the special string, because there is no tokenizer (skip_tokenizer_init); "
+                "prompts are not split at the separator, because there is no tokenizer (skip_tokenizer_init); "
                 "requests must list their documents (kv_transfer_params, lmc.documents)"
             )
         return tokenizer

@@ -16,6 +16,7 @@ from lmc.documents.escaped import AS_JSON
 from lmc.documents.sources import name_of
 from lmc.errors import InputError
 from lmc.http.prompts import CHAT, COMPLETION, FIELDS, HINT, RESPONSE, TOKENS, single_prompts
+from lmc.storage.places import fastest_first, place_of
 from lmc.terminal import AsJson, console, counted, print_json, printable, seconds_of, time_text
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ def _show_explanation(explanation: dict[str, Any], url: str) -> None:
     for line in explanation["advice"]:
         out.print(Text(printable(f"  {line}")))
     for number, document in enumerate(explanation["documents"], 1):
-        size, places = document["stop"] - document["start"], ", ".join(sorted(set(document["places"])))
+        size = document["stop"] - document["start"]
+        places = ", ".join(place_of(name).title for name in fastest_first(set(document["places"])))
         held_chunks, chunks = len(document["places"]), document["chunks"]
         part = "" if held_chunks in (0, chunks) else f", {held_chunks} of {chunks} chunks"
         state = f"stored ({places}{part}), not reused" if places else "not stored"
@@ -102,9 +104,9 @@ def list_documents(
     limit: Annotated[
         int, typer.Option(min=1, help="maximum number of documents; the most recently used come first")
     ] = 100,
-    after: Annotated[str, typer.Option(help="begin after this place, which the list before has shown")] = "",
-    name: Annotated[str, typer.Option(help="only documents whose name has this part")] = "",
-    model: Annotated[str, typer.Option(help="only documents of models whose name has this part")] = "",
+    after: Annotated[str, typer.Option(help="continue after this position, which the previous list has printed")] = "",
+    name: Annotated[str, typer.Option(help="only documents whose name contains this text")] = "",
+    model: Annotated[str, typer.Option(help="only documents of models whose name contains this text")] = "",
     tenant: Annotated[str, typer.Option(help="only documents of tenants that begin with these digits")] = "",
     unused_for: Annotated[str, typer.Option(help="only documents not used for this time, such as 30d")] = "",
     url: Address = ADMIN_URL,

@@ -249,4 +249,4 @@ def other_store(url: object) -> str:
         "Redis (redis://…), Mooncake (mooncake://…), object stores (s3://…, gs://…, az://…) and shared directories "
         "(file:///…) are"
     )
-    return f"{scheme[1]}:// is not there yet; {there}{near}. Remove it, or name one of these"
+    return f"{scheme[1]}:// is not supported yet; {there}{near}. Remove it, or name one of these"

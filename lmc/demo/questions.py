@@ -174,7 +174,7 @@ class PromptBuilder:
         return self._tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
 
     def prompt(self, documents: Sequence[Sequence[int]], question: str, lead: str) -> list[int]:
-        """Return a prompt up to the answer, which begins with `lead`, with separators around the documents."""
+        """Return a prompt with separators around its documents. It ends with `lead`, with which the answer begins."""
         if not getattr(self._tokenizer, "chat_template", None):
             question_tokens = self.encode(f"{question} {lead}".strip())
             return join(self._tokenizer.encode(self._system), documents, question_tokens, self._separator)

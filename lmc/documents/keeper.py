@@ -407,7 +407,7 @@ class Keeper(DocumentKeeper):
                 self.check_integrity()
                 self.restore()
         except Exception:
-            log.exception("lmc: the check of pinned documents failed unexpectedly and will be retried")
+            log.exception("lmc: expiring or restoring documents failed unexpectedly and will be retried")
 
 
 def _batches(documents: Sequence[KnownDocument]) -> Iterator[list[KnownDocument]]:

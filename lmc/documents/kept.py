@@ -1,6 +1,6 @@
 """The database of kept documents: those with a pin, a time limit, or names that they got after they were learned.
 
-It is in the directory of a disk tier, apart from the tier's index, which is built anew from the records when it is
+It is in the directory of a disk tier, apart from the tier's index, which is rebuilt from the records when it is
 lost: pins cannot be. A row has the tokens of its document, so that one that is in no tier can be computed again, and
 they and its names are encrypted if its tenant has a secret key. A pin or a time limit is on the disk when a call
 returns, and what is removed is overwritten.

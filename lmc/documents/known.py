@@ -130,7 +130,7 @@ class KnownDocuments:
         model: str = "",
         tenant: str = "",
     ) -> KnownDocument:
-        """Record that a document was learned, or `used` by a prompt, and return it. It also gets `name`."""
+        """Record that a document was learned, or `used` by a prompt, and return it. Adds `name` to its names."""
         with self._mutex:
             known = self._documents.get(keys[-1])
             if known is not None and known.removed and name:

@@ -39,7 +39,7 @@ class Listable(Protocol):
 
 
 class Use(NamedTuple):
-    """The last use of a document. A page of a list begins after the last use of the previous page's last document."""
+    """When a document was last used, and its id. A page of a list continues after the last entry of the page before."""
 
     time: float
     id: str
@@ -56,7 +56,7 @@ class Use(NamedTuple):
         try:
             return cls(float(seconds), name)
         except ValueError as error:
-            raise InputError(f"invalid place {text!r} in a list: use `next` of the previous page") from error
+            raise InputError(f"invalid position {text!r} in a list: use `next` of the previous page") from error
 
     def __str__(self) -> str:
         return f"{self.time!r}:{self.id[:PLACE_DIGITS]}"

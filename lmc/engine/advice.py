@@ -89,7 +89,7 @@ class Adviser:
         """Return advice for a prompt in which no document is found."""
         settings = self.engine.settings
         if settings.blend_find == "separators":
-            why = f"blend_find is {settings.blend_find}, and the prompt has no special string"
+            why = f"blend_find is {settings.blend_find}, and the prompt has no separator"
             find = "set blend_find: known (LMC_BLEND_FIND=known) to find known documents anywhere in prompts"
             return Advice(f"{why} {settings.blend_special_str!r}", (find, *self._marks()))
         if len(prompt) <= settings.blend_min_tokens:

@@ -1,6 +1,6 @@
 """Cuts prompts for the router into the documents that engines cache, and the blocks of the prompt's prefix.
 
-Without tokens, a prompt is cut at the special string in its text. Token counts are then estimated, and a document is
+Without tokens, a prompt is cut at the separator in its text. Token counts are then estimated, and a document is
 identified by its text without surrounding white space. Documents elsewhere in the prompt are found before
 (`lmc.router.document_search`).
 """
@@ -118,7 +118,7 @@ class Cutter:
         return request.tokens is not None and (request.model in self.markers or not request.text)
 
     def special_string_of(self, model: str) -> str:
-        """Return the special string that a model's engines reported, or that of the settings."""
+        """Return the separator that a model's engines reported, or that of the settings."""
         return self.special_strings.get(model, self.special_string)
 
     def characters_per_token(self, scope: str) -> float:

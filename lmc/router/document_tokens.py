@@ -37,14 +37,14 @@ class DocumentTokens:
     def __init__(
         self, tokenize: Tokenize, markers: dict[str, Markers], special_string_of: Callable[[str], str]
     ) -> None:
-        """`markers` and `special_string_of` have the markers and special strings of models, as they become known."""
+        """`markers` and `special_string_of` have the markers and separators of models, as they become known."""
         self._tokenize, self._markers, self._special_string_of = tokenize, markers, special_string_of
         # None stands for a text that is not a document for the engines.
         self._known: LRUCache[bytes, tuple[str, int] | None] = LRUCache(MAX_KNOWN_DOCUMENTS)
         # The queue of documents: the model, the text and the tenant that came first.
         self._waiting: OrderedDict[bytes, tuple[str, str, str]] = OrderedDict()
         self._characters, self._of = 0, Counter[str]()  # characters in the queue, and documents per tenant
-        self._seeds: dict[str, tuple[Markers, str, int]] = {}  # by model, with its markers and special string
+        self._seeds: dict[str, tuple[Markers, str, int]] = {}  # by model, with its markers and separator
         self._wake, self._failed = asyncio.Event(), False  # whether the last lookup failed
 
     def find(self, model: str, text: str, owner: str = "") -> tuple[str, int] | None:

@@ -162,7 +162,7 @@ def _adopt(cutter: Cutter, engine: Engine, facts: Mapping[str, Any]) -> None:
     special_string = str(facts["special_string"])
     for model in engine.models if special_string.strip() else ():
         if special_string != cutter.special_string_of(model):
-            log.info("lmc router: prompts of %s are cut at %r, as at %s", model, special_string, engine.url)
+            log.info("lmc router: prompts of %s are cut at %r, the separator of %s", model, special_string, engine.url)
         cutter.special_strings[model] = special_string
 
 

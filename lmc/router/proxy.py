@@ -157,7 +157,7 @@ class Proxy:
         return read(body, headers, settings.session_key, settings.special_string, self._special_strings)
 
     def special_string_of(self, model: str) -> str:
-        """Return the special string of a model's engines."""
+        """Return the separator of a model's engines."""
         return self._special_strings.get(model, self._settings.special_string)
 
     async def understood(self, body: bytes, headers: Mapping[str, str]) -> Received:

@@ -126,7 +126,7 @@ def read(
 ) -> Received:
     """Return the request in a body. Raises `InputError` if it is not a JSON object or its fields are invalid.
 
-    `special_strings` has the special string of each model that has its own. The session is the value of the header
+    `special_strings` has the separator of each model that has its own. The session is the value of the header
     `session_key`, or the field `user`. A form, which carries audio or a file, is routed by its model and by load.
     """
     content_type = headers.get("content-type", "")

@@ -178,8 +178,8 @@ def _add_documents(app: FastAPI, of: Overview) -> None:
         caller: Caller,
         limit: Limit = DEFAULT_LIST_LENGTH,
         after: Annotated[str, Query(description="`next` of the previous page")] = "",
-        name: Annotated[str, Query(description="only documents whose name has this part")] = "",
-        model: Annotated[str, Query(description="only documents of models whose name has this part")] = "",
+        name: Annotated[str, Query(description="only documents whose name contains this text")] = "",
+        model: Annotated[str, Query(description="only documents of models whose name contains this text")] = "",
         tenant: Annotated[str, Query(description="only documents of tenants that begin with these digits")] = "",
         unused_for: Annotated[int, Query(ge=0, description="only documents not used for this number of seconds")] = 0,
     ) -> StreamingResponse:

@@ -49,7 +49,7 @@ def cached_model(path: Path, settings: dict[str, object]) -> CachedModel:
 @pytest.mark.long
 @pytest.mark.parametrize("policy", [("union", 0.15), ("deviation", 0.15)], ids=lambda policy: policy[0])
 def test_vllm_finds_what_transformers_has_learned(place, policy):
-    """With the shipped model and its tokenizer, which find the special string in both connectors."""
+    """With the shipped model and its tokenizer, which find the separator in both connectors."""
     tier, settings = place
     strategy, ratio = policy
     texts = [path.read_text().strip() for path in sorted((SMALL / "documents").glob("*.txt"))[:4]]

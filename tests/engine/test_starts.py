@@ -93,7 +93,7 @@ def test_a_model_with_states_starts_and_answers_as_without_lmc(models, caplog):
     # What lmc loads is tested with Qwen3-Next (test_states.py): vLLM's CPU build computes this model differently if
     # steps end elsewhere, without lmc too.
     assert [out.num_cached_tokens for out in (found[4], wanted[4])] == [672, 0]
-    assert "blending is off: it has layers with a state (linear attention, Mamba)" in caplog.text
+    assert "blending is off: the model has layers with a state (linear attention, Mamba)" in caplog.text
 
 
 @pytest.mark.long

@@ -149,7 +149,7 @@ def test_qwen35_starts_and_continues_from_stored_states():
 @pytest.mark.long
 def test_chunks_become_whole_blocks_and_documents_are_not_blended(models, caplog):
     with caplog.at_level(logging.WARNING, "lmc"), engine(models("qwen3next"), **OPTIONS) as lab:
-        assert "blending is off: it has layers with a state" in caplog.text
+        assert "blending is off: the model has layers with a state" in caplog.text
         assert lab.lmc.engine.chunk_size == BLOCK, "instead of 128, without an error: vLLM chooses the size of blocks"
         wanted = stored(lab, LONG)
         out = lab.ask(LONG, {"documents": [[10, 200]]})

@@ -190,7 +190,7 @@ def test_attention_that_is_not_lmc_s_own_is_not_blended(lab, monkeypatch, name, 
     *inside, name = name.split(".")
     attention = layers_of_lmc().attention[0]
     monkeypatch.setattr(attention.impl if inside else attention, name, value)
-    with pytest.raises(UnsupportedModel, match=f"its attention has {said}"):
+    with pytest.raises(UnsupportedModel, match=f"the model's attention has {said}"):
         NativeLayers(loaded_model(), lab.llm.llm_engine.vllm_config, lab.scheduler.kv_cache_config, {})
 
 
@@ -219,8 +219,8 @@ def test_an_engine_in_which_lmc_fails_at_the_start_answers(models, monkeypatch, 
 @pytest.mark.long
 def test_a_model_that_cannot_be_blended_is_offloaded_exactly(models, caplog):
     with caplog.at_level(logging.WARNING, "lmc"), engine(models("gpt2")) as lab:
-        assert "blending is off: its layers get no positions, and lmc moves keys by RoPE only" in caplog.text
-        assert "Exact offload continues." in caplog.text
+        assert "blending is off: the model's layers get no positions, and lmc moves keys by RoPE only" in caplog.text
+        assert "Exact prefixes are still stored and loaded." in caplog.text
         prompt = Prompt(DOCUMENTS)
         wanted = lab.vanilla(prompt.tokens)
         lab.ask(prompt.tokens)
@@ -265,14 +265,14 @@ def test_a_special_string_that_encodes_to_nothing_ends_the_start():
         def decode(self, tokens: list[int]) -> str:
             return "".join(map(chr, tokens))
 
-    with pytest.raises(ConfigError, match="the special string ' # # ' has no tokens of its own; set blend_special"):
+    with pytest.raises(ConfigError, match="the separator ' # # ' has no tokens of its own; set blend_special"):
         Bare(enable_blending=True).markers_of(Deaf())
 
 
 def test_pipeline_parallel_is_not_blended():
     model = type("LlamaForCausalLM", (), {})()
     config = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2))
-    with pytest.raises(UnsupportedModel, match="its layers are on several pipeline stages"):
+    with pytest.raises(UnsupportedModel, match="the model's layers are on several pipeline stages"):
         NativeLayers(model, config, None, {})
 
 

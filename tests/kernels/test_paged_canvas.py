@@ -593,7 +593,7 @@ def test_a_quantised_output_is_refused(monkeypatch, option):
         given = (one.reshape(len(query), -1, DIM) for one in (query, key, value))
         attention.impl.forward(attention, *given, None, None, torch.empty(0), **{option: torch.ones(1)})
 
-    with pytest.raises(UnsupportedModel, match="its attention quantises its output"):
+    with pytest.raises(UnsupportedModel, match="the model's attention quantises its output"):
         states_of(monkeypatch, "triton", __call__=call)
 
 

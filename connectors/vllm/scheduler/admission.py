@@ -37,7 +37,7 @@ class Admission:
         return self._awaits_load(state) or self.waits_its_turn(state, local) or self.waits_for_blends(state, local)
 
     def waits_its_turn(self, state: RequestState, local: int) -> bool:
-        """Return whether blends of earlier requests go first, as the prefill of these requests would without lmc.
+        """Return whether blends of earlier requests go first; if so, release its chunks and reserve blocks for it.
 
         If prefill fills a step, blends get a tenth of it. A prompt that fills a tenth of a step or more therefore
         begins after the blends of earlier requests. Workers end the step when these blends are done. Until then, later
@@ -58,7 +58,7 @@ class Admission:
         return True
 
     def waits_for_blends(self, state: RequestState, local: int) -> bool:
-        """Return whether a blend waits because the blends under way are enough for the next steps.
+        """Return whether a blend waits because those under way fill the next steps; if so, release its chunks.
 
         The engine's steps admit prompts up to a limit of tokens, to which loads do not count. Without a limit of its
         own, a burst of blends would take all blocks, and running requests would be preempted. A prompt that waits holds
@@ -75,7 +75,7 @@ class Admission:
         return True
 
     def waits_for_same_load(self, state: RequestState, plan: Plan) -> bool:
-        """Return whether a request waits because another one loads everything that it would load.
+        """Return whether a request waits because another one loads the same; if so, release its chunks.
 
         Requests that arrive at once with the same prompt, such as samples of it, share blocks in vLLM alone: one of
         them computes the prompt. If each had its own load, each would also compute what follows it. A request that
@@ -108,7 +108,7 @@ class Admission:
         return has_time and any(other.scheduled or other.loading for other in self._states.values())
 
     def has_time_to_wait(self, state: RequestState, seconds: float = MAX_BLEND_WAIT_SECONDS) -> bool:
-        """Return whether a request may wait longer: `seconds` in all, from the first call on."""
+        """Return whether a request may wait longer: `seconds` in all. The first call starts its clock."""
         now = self._setup.clock()
         state.waiting.since = now if state.waiting.since is None else state.waiting.since
         return now - state.waiting.since < seconds
@@ -149,7 +149,7 @@ class Admission:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _awaits_load(self, state: RequestState) -> bool:
-        """Return whether the load for which a request waits is still under way, and the request may wait longer."""
+        """Return whether a request goes on waiting for a load under way. If not, forget this load."""
         other = state.waiting.awaited
         if other is None or other.waiting.loads_from is None or other.has_begun or not self.has_time_to_wait(state):
             state.waiting.awaited = None

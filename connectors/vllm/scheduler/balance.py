@@ -76,7 +76,7 @@ class Balance:
         self._cost = min(self._cost + cost, MOST_COST * max(self._saved, cost))
 
     def allows_blend(self) -> bool:
-        """Return whether to blend a new prompt with stored documents. A refused prompt counts."""
+        """Return whether to blend a new prompt with stored documents. Counts refused prompts."""
         if not self.decides or self._cost <= self._saved:
             return True
         self._refused += 1

@@ -55,7 +55,7 @@ class Claims:
         return match
 
     def asks(self, state: RequestState, match: Match) -> bool:
-        """Return whether a request waits for answers about chunks of known documents, which are probably stored.
+        """Return whether a request waits for slow tiers to say which known documents they have; record until when.
 
         It waits no longer than it would take to compute their tokens. A request to learn waits for answers about all
         documents, up to `remote_deadline`: another host may have learned them into a pool.
@@ -81,7 +81,7 @@ class Claims:
         return True
 
     def awaits_answers(self, state: RequestState) -> bool:
-        """Return whether a request goes on waiting for answers. If not, the tiers are searched again."""
+        """Return whether a request goes on waiting for answers. If not, prepare another search of the tiers."""
         chunks = state.chunks
         if self._setup.clock() < chunks.answers_due and self._engine.store.unanswered(chunks.asked):
             return True

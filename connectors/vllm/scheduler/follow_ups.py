@@ -55,7 +55,7 @@ class FollowUps:
         self._weighs_blends = setup.engine.settings.load_policy != LoadPolicy.ALWAYS.value and setup.caches_prefixes
 
     def repeats_blend(self, state: RequestState) -> bool:
-        """Return whether a prompt begins with all documents of an earlier blend in the same order; it counts once."""
+        """Return whether a prompt begins with all documents of an earlier blend in the same order; count it once."""
         state.follow_up.shared = max(state.follow_up.shared, self._own_blends.repeats(state.exact_hashes))
         if state.follow_up.shared:
             self._note_follow_up(state)
@@ -283,7 +283,7 @@ class FollowUps:
         return True
 
     def _waits_for(self, blend: OwnBlend, state: RequestState) -> bool:
-        """Return whether a request waits for a blend of another one that is not in the engine's cache yet.
+        """Return whether a request must wait for another one's blend, which the engine has yet to cache; record it.
 
         The engine caches the blocks of a load when it schedules the request for the first time.
         """
@@ -294,7 +294,7 @@ class FollowUps:
         return True
 
     def _awaits_blend(self, state: RequestState) -> bool:
-        """Return whether a request still waits for the blend that its last search has found, without a new search."""
+        """Return whether a request still waits for the blend that its last search found. If not, forget the blend."""
         first = state.follow_up.awaited
         if first is None or first.has_begun or first.given_up or self._states.get(first.id) is not first:
             state.follow_up.awaited = None

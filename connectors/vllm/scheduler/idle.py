@@ -25,7 +25,7 @@ class IdleJob:
         self._pool, self._spare = pool, spare
 
     def gives_up(self, *, idle: bool, blocked: bool) -> bool:
-        """Return whether to give up the job in this step: it blocks other work, or has waited too long."""
+        """Return whether to give up the job for good: it blocks other work, or has waited too long."""
         if idle:
             self._idle_at = self._clock()
         short = not idle and self._pool.get_num_free_blocks() < self._spare

@@ -44,9 +44,9 @@ class DraftModel:
         if speculative.method not in METHODS:
             raise UnsupportedModel(f"lmc does not know how {speculative.method!r} drafts tokens")
         if getattr(speculative, "parallel_drafting", False):
-            raise UnsupportedModel("its draft model drafts several tokens at once")
+            raise UnsupportedModel("the model's draft model drafts several tokens at once")
         if getattr(speculative, "use_heterogeneous_vocab", False):
-            raise UnsupportedModel("its draft model has another vocabulary")
+            raise UnsupportedModel("the model's draft model has another vocabulary")
         return cls(model, speculative.method, attention)
 
     @property

@@ -61,7 +61,7 @@ class OwnLayers:
             given = self._signature.bind(*arguments, **named).arguments
             given = {name: value for name, value in given.items() if value is not None}
             if more := given.keys() - PASSED - NUMBER - self._of_layer:
-                raise UnsupportedModel(f"its layers are called with {', '.join(sorted(more))}")
+                raise UnsupportedModel(f"the model's layers are called with {', '.join(sorted(more))}")
             caught.append(given)
             if len(caught) == wanted:
                 raise EndOfLayer
@@ -183,10 +183,10 @@ def calls_of(groups: Sequence[Group]) -> OwnLayers | TransformersLayers:
             return TransformersLayers(groups)
         named = [one for one in parameters.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
         if not POSITIONS & parameters.keys():
-            raise UnsupportedModel("its layers get no positions, and lmc moves keys by RoPE only")
+            raise UnsupportedModel("the model's layers get no positions, and lmc moves keys by RoPE only")
         more = [one.name for one in named if one.default is one.empty and one.name not in PASSED | OF_LAYER]
         if more or "hidden_states" not in parameters or len(POSITIONS & parameters.keys()) != 1:
-            raise UnsupportedModel(f"its layers are called with {', '.join(one.name for one in named)}")
+            raise UnsupportedModel(f"the model's layers are called with {', '.join(one.name for one in named)}")
     return OwnLayers(groups)
 
 

@@ -83,7 +83,7 @@ class NativeLayers:
         groups = kv_cache_config.kv_cache_groups
         specs = {name: spec for group in groups for name, spec in specs_of(group).items()}
         if any(isinstance(spec, vllm_api.MambaSpec) for spec in specs.values()):
-            raise UnsupportedModel("it has layers with a state (linear attention, Mamba)")
+            raise UnsupportedModel("the model has layers with a state (linear attention, Mamba)")
         # In a multimodal model, the layers are those of its language model.
         language = model.get_language_model() if hasattr(model, "get_language_model") else model
         self._config, self._model = config, language
@@ -104,14 +104,14 @@ class NativeLayers:
         # EAGLE-3 reads the states after these numbers of layers. The engine has told the model.
         self._aux_layers: tuple[int, ...] = tuple(getattr(body, "aux_hidden_state_layers", ()))
         if extras := list(filter(None, map(_unsupported, self.attention))):
-            raise UnsupportedModel(f"its attention has {extras[0]}, which lmc's attention does not support")
+            raise UnsupportedModel(f"the model's attention has {extras[0]}, which lmc's attention does not support")
         self.block_size: int = groups[0].kv_cache_spec.block_size
         numbers = groups_of(kv_cache_config)
         self.group_count, self.group_of = len(groups), [numbers[one.layer_name] for one in self.attention]
         self.device = next(iter(caches.values())).device
         ratios = {caches[one.layer_name].shape[0] // kv_cache_config.num_blocks for one in self.attention}
         if len(ratios) > 1:
-            raise UnsupportedModel("its layers have kernels with blocks of different sizes")
+            raise UnsupportedModel("the model's layers have kernels with blocks of different sizes")
         (self._ratio,) = ratios
         quantised = any(caches[one.layer_name].dtype.itemsize == 1 for one in self.attention)
         kernels = kernels_of(self.device, quantised=quantised)
@@ -606,9 +606,11 @@ class NativeLayers:
 def _check_parallel(parallel: Any) -> None:
     """Raise `UnsupportedModel` if lmc cannot run layers with this parallelism."""
     if parallel.pipeline_parallel_size > 1:
-        raise UnsupportedModel("its layers are on several pipeline stages")
+        raise UnsupportedModel("the model's layers are on several pipeline stages")
     if parallel.data_parallel_size > 1 and parallel.is_moe_model is not False:
-        raise UnsupportedModel("its experts are shared with other data-parallel engines, which run steps independently")
+        raise UnsupportedModel(
+            "the model's experts are shared with other data-parallel engines, which run steps independently"
+        )
 
 
 def _check_drafted(groups: Sequence[Group], sharing: Mapping[str, str]) -> None:
@@ -617,9 +619,11 @@ def _check_drafted(groups: Sequence[Group], sharing: Mapping[str, str]) -> None:
     The states after each layer have to be known by the layer's number.
     """
     if sharing:
-        raise UnsupportedModel("its draft model reads what its last layers compute, and these share KV")
+        raise UnsupportedModel("the model's draft model reads what its last layers compute, and these share KV")
     if any(len(group) > 1 for group in groups):
-        raise UnsupportedModel("its draft model reads what its layers compute, and some of these have no attention")
+        raise UnsupportedModel(
+            "the model's draft model reads what its layers compute, and some of these have no attention"
+        )
 
 
 def _own_config(config: Any, runs: int) -> Any:
@@ -712,7 +716,9 @@ def _unsupported(attention: Any) -> str:
 def _check_output(options: Mapping[str, Any]) -> None:
     """Raise `UnsupportedModel` if these options of an attention call tell it to quantise its output."""
     if any(options.get(name) is not None for name in ("output_scale", "output_block_scale")):
-        raise UnsupportedModel("its attention quantises its output (fuse_attn_quant), and lmc's attention does not")
+        raise UnsupportedModel(
+            "the model's attention quantises its output (fuse_attn_quant), and lmc's attention does not"
+        )
 
 
 def _divides_output(attention: Any) -> bool:
@@ -759,11 +765,13 @@ def _checked(table: torch.Tensor, longest: int, *, interleaved: bool) -> Rotatio
     Raises `UnsupportedModel` if the table is too short, or if its rows are not rotations of one another.
     """
     if table.dim() != 2:
-        raise UnsupportedModel("its RoPE has several tables of cos and sin")
+        raise UnsupportedModel("the model's RoPE has several tables of cos and sin")
     if len(table) < longest:
-        raise UnsupportedModel(f"its RoPE table ends at position {len(table)}, and --max-model-len is {longest}")
+        raise UnsupportedModel(
+            f"the model's RoPE table has {len(table)} positions, and --max-model-len is {longest}: lower it to blend"
+        )
     cos, sin = table.chunk(2, dim=-1)
     magnitude = cos.float().square() + sin.float().square()
     if not torch.allclose(magnitude, magnitude[:1].expand_as(magnitude), rtol=0.05):
-        raise UnsupportedModel("the rows of its RoPE table are not rotations of one another")
+        raise UnsupportedModel("the rows of the model's RoPE table are not rotations of one another")
     return Rotation(cos, sin, interleaved)

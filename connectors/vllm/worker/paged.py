@@ -225,7 +225,7 @@ class TokenAccess:
         """Return the keys and values `[B, H, N, D]` in a cache."""
         size: int = self._attention.head_size
         if cache.dim() != 4 or cache.shape[3] != KV * size:
-            raise UnsupportedModel("its KV cache does not store a key and a value for each head and token")
+            raise UnsupportedModel("the model's KV cache does not store a key and a value for each head and token")
         keys, values = cache.split(size, dim=-1)
         return keys, values
 
@@ -327,7 +327,9 @@ class LatentAccess(TokenAccess):
         """See `TokenAccess._keys_and_values`."""
         sizes = self._attention.kv_lora_rank, self._attention.qk_rope_head_dim
         if cache.dim() != 3 or cache.shape[2] != sum(sizes):
-            raise UnsupportedModel("its KV cache does not store a latent vector and a rotated key for each token")
+            raise UnsupportedModel(
+                "the model's KV cache does not store a latent vector and a rotated key for each token"
+            )
         latent, rotated = cache[:, None].split(sizes, dim=-1)
         return rotated, latent
 
@@ -352,11 +354,13 @@ def quantised_type(attention: Any, cache: torch.Tensor) -> torch.dtype | None:
         return None
     kind: str = attention.kv_cache_dtype
     if kind not in FP8:
-        raise UnsupportedModel(f"its KV cache is quantised as {kind} (supported: {', '.join(FP8)})")
+        raise UnsupportedModel(f"the model's KV cache is quantised as {kind} (supported: {', '.join(FP8)})")
     # A checkpoint may have a scale for each KV head. The engine's floats are then the largest of these.
     scales = max(attention._k_scale.numel(), attention._v_scale.numel())
     if scales > 1:
-        raise UnsupportedModel(f"its KV cache has {scales} scales in a layer (supported: one for keys, one for values)")
+        raise UnsupportedModel(
+            f"the model's KV cache has {scales} scales in a layer (supported: one for keys, one for values)"
+        )
     return FP8[kind]
 
 
@@ -364,7 +368,7 @@ def token_access(attention: Any, cache: torch.Tensor, kernels: Kernels, computes
     """Return the access to a layer's cache. Raises `UnsupportedModel` if its tokens cannot be read or written."""
     backend = attention.attn_backend.get_name()
     if not hasattr(attention.impl, "do_kv_cache_update"):
-        raise UnsupportedModel(f"its attention backend {backend} has no separate operation that writes KV")
+        raise UnsupportedModel(f"the model's attention backend {backend} has no separate operation that writes KV")
     if isinstance(attention, vllm_api.MLAAttention):
         return LatentAccess(attention, cache, kernels, computes)
     return (TransposedAccess if backend == "CPU_ATTN" else TokenAccess)(attention, cache, kernels, computes)

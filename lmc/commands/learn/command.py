@@ -106,7 +106,7 @@ def learn(
     file or a line that cannot be read is named and skipped. Hidden files and folders, node_modules and linked folders
     are not read.
 
-    An interrupted run continues where it stopped. A server must use the same special string between documents
+    An interrupted run continues where it stopped. A server must use the same separator between documents
     (blend_special_str of the settings).
     """
     from lmc.commands.learn.learners import Learner, Retention, ServerLearner

@@ -232,7 +232,7 @@ def parts_of(text: str, longest: int, tokens: Callable[[str], int]) -> list[str]
 
 
 def _with_separators(documents: Sequence[Document], special: str) -> str:
-    """Return the note about documents that contain the special string; empty if there are none."""
+    """Return the note about documents that contain the separator; empty if there are none."""
     bare, apart = bare_and_apart(special)
     found = [document.id for document in documents if bare in document.text]
     if not found:

@@ -21,7 +21,7 @@ class Needs:
     blocks: BlockIndex | None = None  # filled from the KV events of engines that publish them
     ranks: int = 1  # publishers of KV events per engine
     documents: DocumentIndex | None = None  # filled from the engines' document listings and document events
-    cutter: Cutter | None = None  # given the engines' markers and special strings, and the tokens of documents
+    cutter: Cutter | None = None  # given the engines' markers and separators, and the tokens of documents
 
 
 class Policy(ABC):

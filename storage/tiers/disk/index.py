@@ -31,12 +31,12 @@ from lmc.storage.tiers.record import RecordMeta
 log = logging.getLogger(__name__)
 
 FILE = "index.sqlite"
-VERSION = 1  # version of the tables; a database of another version is built anew
+VERSION = 1  # version of the tables; a database of another version is rebuilt
 COMMIT_SECONDS = 0.5  # Changes are committed together after this time.
 OLDEST, LATEST = -(1 << 63), (1 << 63) - 1  # the smallest and the greatest time that SQLite stores
 PAGE_ROWS = 1000  # rows that are read at once
 RETRY_SECONDS = 10.0  # after a commit that failed
-MAX_WAITING = 1 << 18  # changes that wait for a commit, about 50 MB; beyond it, the index is given up and built anew
+MAX_WAITING = 1 << 18  # changes that wait for a commit, about 50 MB; beyond it, the index is given up and rebuilt
 PATIENCE_SECONDS = 5.0  # A command that reads the index may hold its lock for a moment.
 IN_MEMORY = ":memory:"
 ROW_BYTES = 214  # size of a record's rows, besides its label
@@ -97,7 +97,7 @@ class DiskIndex:
             self._mark(complete=False)
         except (sqlite3.Error, TypeError) as error:
             if isinstance(error, TypeError) or is_damage(error):  # A type error: it has no row of its state.
-                log.warning("the index %s cannot be used (%s): it is built anew", self._path, error)
+                log.warning("the index %s cannot be used (%s) and is rebuilt", self._path, error)
                 self._database, self.complete = self._open_anew(), False
             else:
                 log.warning("the index %s cannot be used now (%s): all records are read", self._path, error)
@@ -286,7 +286,7 @@ class DiskIndex:
         with self._work:
             try:
                 if clears != self.clears:
-                    raise sqlite3.DatabaseError("it was built anew meanwhile")
+                    raise sqlite3.DatabaseError("it was rebuilt meanwhile")
                 if self._lacks_changes:
                     raise sqlite3.DatabaseError("it could not be written for long")
                 return self._database.execute(query, values).fetchall()

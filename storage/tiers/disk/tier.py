@@ -115,7 +115,7 @@ class DiskTier:
         self._failure: OSError | None = None  # why the comparison ended early
         self._applying: threading.Thread | None = None
         self._closed = threading.Event()
-        self._building = threading.Lock()  # held while the index is built anew; acquired before all others
+        self._building = threading.Lock()  # held while the index is rebuilt; acquired before all others
         try:
             if read_only:
                 for entry in self.entries():
@@ -147,7 +147,7 @@ class DiskTier:
                     self._order.fill(keys, facts)
                     self.bytes += size * len(keys)
         except IndexLost as error:
-            log.warning("%s: it is built anew from the records", error)
+            log.warning("the index is rebuilt from the records: %s", error)
             rows.clear()
         self._loaded = rows.complete
         self._comparing = threading.Thread(target=self._compare_in_background, name="lmc-disk-compare", daemon=True)
@@ -174,7 +174,7 @@ class DiskTier:
         """
         with self._building:
             if error.clears == rows.clears and not self._closed.is_set():
-                log.warning("%s: it is built anew from the records", error)
+                log.warning("the index is rebuilt from the records: %s", error)
                 self._loaded = False  # until all records were read again
                 rows.clear()
                 self._compare(rows)
