@@ -1,7 +1,7 @@
 """The table of places where chunks can be: device memory, memory, and the tiers below it.
 
-Metrics, KV events, reports and `lmc top` read it. A new tier needs a line here, and a class with the methods of a
-protocol in `lmc/storage/tiers/tier.py`.
+Metrics, KV events, reports and `lmc top` read it. A new tier needs a line here; docs/structure.md says what
+else it needs.
 """
 
 from dataclasses import dataclass

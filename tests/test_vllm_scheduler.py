@@ -966,6 +966,9 @@ def test_a_load_that_becomes_slow_after_its_first_parts_is_given_up_and_computed
         lab.step()
         assert ("one" in lab.workers.loading) is loads
     computed_after_all(lab, request)
+    numbers = lab.scheduler.numbers()
+    assert (numbers["loads_skipped"], numbers.get("failed_loads", 0)) == (1, 0), "nothing has failed"
+    assert lab.scheduler.recent["one"]["note"] == "a load ended early, because computing takes about 0.16 s"
 
 
 def test_what_a_slow_tier_has_is_in_memory_for_the_next_request(make, monkeypatch):

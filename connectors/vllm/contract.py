@@ -45,8 +45,8 @@ BASE = f"{USED['KVConnectorBase_V1']}.KVConnectorBase_V1"
 HMA, HMA_HOOKS = f"{USED['SupportsHMA']}.SupportsHMA", frozenset({"request_finished_all_groups"})
 INSTALL = f"install 'vllm>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}'"
 
-# Hooks that lmc overrides, and that the older of the supported versions lack. lmc does not need them there.
-LATER_HOOKS = frozenset({"get_external_cache_hit_sources", "unregister_kv_caches"})
+# Hooks that lmc overrides, and that some of the supported versions lack. lmc does not need them there.
+OPTIONAL_HOOKS = frozenset({"get_external_cache_hit_sources", "unregister_kv_caches"})
 
 # Attributes that lmc reads, by class. `name(2, word)` is called with two positional arguments and a keyword.
 FIELDS: Mapping[str, str] = {
@@ -262,7 +262,7 @@ def _changed_hooks(facts: VllmFacts) -> Iterator[str]:
                 yield f"{hook} of connectors is data instead of a method"
             elif change := _change(signature, given):
                 yield f"{hook} of connectors has other parameters, ({', '.join(given)}): {change}"
-        elif hook not in LATER_HOOKS | HMA_HOOKS:
+        elif hook not in OPTIONAL_HOOKS | HMA_HOOKS:
             yield f"{hook} of connectors is missing"
     for method in facts.abstract:
         if method not in ours:

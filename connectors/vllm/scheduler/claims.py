@@ -197,7 +197,7 @@ class Claims:
         not wait.
         """
         store = self._engine.store
-        if local != state.chunks.planned_after or self._should_end(state):
+        if local != state.chunks.planned_after or self.is_late(state) or self.is_slow(state):
             return False
         return any(store.state(pin) is PinState.COMING and not store.arrived(pin) for pin in state.chunks.pins.values())
 
@@ -222,7 +222,9 @@ class Claims:
         """Release lost chunks and, if the load is late or slow, incomplete ones. Returns whether any was released."""
         self.note_progress(state)
         lost = self._give_up(state, PinState.LOST)
-        return (self._should_end(state) and self._give_up(state, PinState.COMING)) or lost
+        if self.is_late(state):
+            return self._give_up(state, PinState.COMING) or lost
+        return (self.is_slow(state) and self._compute_instead(state)) or lost
 
     def release(self, state: RequestState) -> None:
         """Release everything that is pinned for a request."""
@@ -241,17 +243,18 @@ class Claims:
         if keys:
             self._engine.store.release([state.chunks.pins.pop(key) for key in keys], wait=False)
 
-    def _should_end(self, state: RequestState) -> bool:
-        """Return whether a load is late or slow."""
-        return self.is_late(state) or self.is_slow(state)
+    def _compute_instead(self, state: RequestState) -> bool:
+        """Load nothing more from slower tiers for a request; return whether anything was still being loaded.
 
-    def _compute_instead(self, state: RequestState) -> None:
-        """Load nothing more from slower tiers for a request. It keeps the chunks that have arrived."""
+        The request keeps the chunks that have arrived.
+        """
         chunks = state.chunks
-        if self._give_up(state, PinState.COMING):
-            chunks.memory_only = True
-            self._counts["loads_skipped"] += 1
-            state.add_note(f"a load ended early, because computing takes about {chunks.computing:.3g} s")
+        if not self._give_up(state, PinState.COMING):
+            return False
+        chunks.memory_only = chunks.ended_early = True
+        self._counts["loads_skipped"] += 1
+        state.add_note(f"a load ended early, because computing takes about {chunks.computing:.3g} s")
+        return True
 
     def _give_up(self, state: RequestState, what: PinState) -> bool:
         """Release chunks in the state `what`, and never try them again. Returns whether any chunk was released."""

@@ -38,6 +38,7 @@ class StoredChunks:
     pins: dict[ChunkKey, Pin] = field(default_factory=dict)
     lost: set[ChunkKey] = field(default_factory=set)  # chunks that could not be loaded, and are not tried again
     memory_only: bool = False  # Nothing is loaded from slower tiers, because computing was expected to be faster.
+    ended_early: bool = False  # A load was ended, because computing the rest was expected to be faster.
     skipped: int = 0  # stored tokens that were not loaded
     planned_after: int = -1  # number of tokens in the engine's cache when its chunks were chosen
     # When a blend was compared with prefill: the tokens in the engine's cache, and those that the plan loaded.

@@ -554,7 +554,7 @@ class Scheduler:
             stats = state.request.prefill_stats
             if stats and not state.request.num_preemptions:  # Lost tokens are computed: `cached_tokens` omits them.
                 stats.set(state.request.num_prompt_tokens, state.local, 0)
-            self.counts["failed_loads"] += 1
+            self.counts["failed_loads"] += not state.chunks.ended_early
         for request in received & self._states.keys():
             state = self._states[request]
             if not state.loading:  # Another connector has loaded this request.
