@@ -22,7 +22,7 @@ HEAD_POSITIONS = 3
 READ_ON, INHERITED = 2, 0.8
 # `union` multiplies a token's score by its position in its document to this power. A later token attended to more of
 # its own document when it was stored, so it depends less on others. From MassClosure, in IBM's fork of vLLM.
-DEPTH = -0.15
+DEPTH_POWER = -0.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def by_union(evidence: Evidence, count: int) -> torch.Tensor:
     attention, follows = evidence.attention.clone(), evidence.computed_at[1:] == evidence.computed_at[:-1] + 1
     for _ in range(READ_ON):
         attention[1:] = torch.maximum(attention[1:], attention[:-1] * follows * INHERITED)
-    attention *= (evidence.computed_at - evidence.learned_after + 1).to(attention.dtype) ** DEPTH
+    attention *= (evidence.computed_at - evidence.learned_after + 1).to(attention.dtype) ** DEPTH_POWER
     heads = (evidence.computed_at < HEAD_POSITIONS).nonzero().flatten()
     attention[heads[highest(-evidence.computed_at[heads], count // 4)]] = float("inf")
     return highest(attention, count)

@@ -92,6 +92,11 @@ class BlendOffer:
         """The size class of this blend: blends of one class take about the same time per token."""
         return self.length.bit_length(), int(self.rows).bit_length()
 
+    @property
+    def continues(self) -> bool:
+        """Whether prefill would compute less than half of the prompt, after a prefix that the engine has."""
+        return 3 * self.tokens < self.length
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
@@ -187,6 +192,8 @@ class CostModel:
         self._reading: defaultdict[str, Rate] = defaultdict(Rate)  # by tier, seconds per byte
         self._computing: defaultdict[int, Rate] = defaultdict(Rate)  # by bit length of the prompt's length, per token
         self._lengths: defaultdict[int, Rate] = defaultdict(Rate)  # the lengths that `_computing` was measured at
+        # Per token of a prefill after a cached prefix, by the bit lengths of the length and of the number of tokens
+        self._continuing: defaultdict[tuple[int, int], Rate] = defaultdict(Rate)
         self._passed_over: dict[str, _PassedOver] = {}  # by tier
         self._blending: defaultdict[tuple[int, int], Rate] = defaultdict(Rate)  # by `BlendOffer.size`, per row
         self._not_blended: dict[tuple[int, int], _PassedOver] = {}  # by size
@@ -202,6 +209,7 @@ class CostModel:
             "reading": self._reading,
             "computing": self._computing,
             "lengths": self._lengths,
+            "continuing": self._continuing,
             "blending": self._blending,
         }
 
@@ -270,6 +278,16 @@ class CostModel:
                 self._computing[int(length).bit_length()].add(seconds, tokens)
                 self._lengths[int(length).bit_length()].add(length, 1)
 
+    def continued(self, tokens: int, seconds: float, length: int) -> None:
+        """Add a prefill of less than half of a prompt, after a cached prefix. See `computed` for the arguments.
+
+        Such prefills are compared only with blends that would replace about as many tokens at about this length: the
+        fixed cost of a step, and attention to the whole prefix, are a large part of them.
+        """
+        if tokens >= LEAST_TOKENS and seconds > 0:
+            with self._mutex:
+                self._continuing[length.bit_length(), tokens.bit_length()].add(seconds, tokens)
+
     def prefill_pace(self) -> float | None:
         """Return the seconds that prefill takes per token of a short prompt; None if it was not measured yet."""
         with self._mutex:
@@ -280,7 +298,7 @@ class CostModel:
         if offer.rows < 1 or seconds <= 0:
             return
         with self._mutex:
-            prefill, is_trial = self._pace(offer.length), offer.size in self._trials
+            prefill, is_trial = self._prefill_of(offer), offer.size in self._trials
             if is_trial and prefill is not None and seconds <= prefill * offer.tokens:
                 # A fast trial replaces the old estimate: whatever slowed the earlier blends is over.
                 self._blending[offer.size] = Rate.known(seconds, offer.rows)
@@ -294,7 +312,7 @@ class CostModel:
     def in_prefill_tokens(self, offer: BlendOffer) -> float:
         """Return the number of tokens whose prefill takes about as long as a blend."""
         with self._mutex:
-            prefill, blending = self._pace(offer.length), self._blending[offer.size].value
+            prefill, blending = self._prefill_of(offer), self._blending[offer.size].value
         return offer.rows * (blending / prefill if prefill and blending else ROW_TOKENS)
 
     def against_blend(self, offer: BlendOffer, policy: LoadPolicy) -> str:
@@ -314,8 +332,9 @@ class CostModel:
         if offer.rows > LESS_WORK * offer.tokens:
             return f"a blend would compute {offer.rows:.0f} tokens, and prefill computes {offer.tokens}"
         with self._mutex:
-            rate, measured = self._blending[offer.size].value, self._computing[offer.length.bit_length()].value
-            pace = self._pace(offer.length) if measured is not None or not offer.revises else None
+            rate = self._blending[offer.size].value
+            measured = self._continuing_at(offer) or self._computing[offer.length.bit_length()].value
+            pace = self._prefill_of(offer) if measured is not None or not offer.revises else None
             if rate is None and offer.rows > CLEARLY_LESS_WORK * offer.tokens:
                 is_made = self._is_survey(("blend", *offer.size))
                 why = f"a blend would compute {offer.rows:.0f} of {offer.tokens} tokens, which is probably not faster"
@@ -411,6 +430,15 @@ class CostModel:
         pace = self._pace(offer.prompt)
         return None if pace is None else offer.saved * pace
 
+    def _prefill_of(self, offer: BlendOffer) -> float | None:
+        """Return the seconds per token of the prefill that a blend would replace."""
+        return self._continuing_at(offer) or self._pace(offer.length)
+
+    def _continuing_at(self, offer: BlendOffer) -> float | None:
+        """Return the measured seconds per token after a cached prefix, if prefill would continue one."""
+        size = offer.length.bit_length(), offer.tokens.bit_length()
+        return self._continuing[size].value if offer.continues else None
+
     def _pace(self, length: int) -> float | None:
         """Return the seconds per token of prefill at this length, interpolated between the measured lengths.
 
@@ -424,10 +452,10 @@ class CostModel:
 
 
 def _is_key(kind: str, key: object) -> bool:
-    """Return whether estimates of a kind may have this key: a tier, a length in bits, or the two of a blend's size."""
+    """Return whether estimates of a kind may have this key: a tier, a length in bits, or two of them."""
     if kind in ("opening", "reading"):
         return isinstance(key, str)
-    if kind == "blending":
+    if kind in ("blending", "continuing"):
         return isinstance(key, tuple) and [type(bits) for bits in key] == [int, int]
     return type(key) is int
 

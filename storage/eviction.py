@@ -44,7 +44,7 @@ class EvictionClass(IntEnum):  # Hashing a plain `Enum` took a tenth of the time
         return cls.PINNED if pinned else cls.DOCUMENT if kind is RecordKind.DOCUMENT else cls.OTHER
 
 
-Queues: TypeAlias = dict[EvictionClass, QueueDict[T, int]]  # entry -> time of its last use, oldest first
+Queues: TypeAlias = dict[EvictionClass, QueueDict[T, int]]  # entry -> number of its last use, oldest first
 
 
 class Facts(NamedTuple):

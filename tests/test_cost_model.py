@@ -26,6 +26,7 @@ from lmc.errors import ChunkLost
 from lmc.storage.cost_model import (
     BLEND_TRIAL_CHOICES,
     ENOUGH,
+    LEAST_TOKENS,
     MAX_SURVEYS,
     SURVEY_EVERY,
     TRIAL_CHOICES,
@@ -544,6 +545,25 @@ def test_a_size_whose_blends_compute_nearly_as_much_as_prefill_is_measured_now_a
         cost.computed(1000, 1.0, 1000)
         cost.blended(blend_of(800), 0.5)
     assert is_blended(cost, blend_of(800))
+
+
+def test_a_blend_after_a_cached_prefix_is_compared_with_prefills_after_cached_prefixes() -> None:
+    """Attention to a long prefix was counted as in whole prompts, so that an agent's turns were not blended."""
+    turn, cost = blend_of(150, tokens=240, length=2 * 4500 - 240), CostModel(Clock(100.0))
+    for _ in range(ENOUGH):
+        cost.computed(4000, 16.0, 4000)
+        cost.blended(turn, 1.2)
+    assert cost.against_blend(turn, AUTO) == "prefill takes about 0.96 s, and a blend about 1.2 s"
+    for _ in range(ENOUGH):
+        cost.continued(LEAST_TOKENS - 1, 60.0, turn.length)
+        cost.continued(250, 2.0, turn.length)
+    assert is_blended(cost, turn)
+    assert cost.in_prefill_tokens(turn) == pytest.approx(1.2 / 0.008)
+    whole = blend_of(700, tokens=4380, length=4380)
+    for _ in range(ENOUGH):
+        cost.blended(whole, 17.0)
+    assert cost.against_blend(whole, AUTO) == "prefill takes about 17.5 s, and a blend about 17 s", "as before"
+    assert cost.prefill_pace() == pytest.approx(0.004)
 
 
 def test_the_pace_of_prefill_is_that_of_short_prompts() -> None:

@@ -26,6 +26,7 @@ def measured() -> CostModel:
         note_load(cost, "redis", records=1, opening=0.5, bytes=1000, reading=0.5)
         cost.computed(100, 1.0, 100)
         cost.blended(BLEND, 5.0)
+        cost.continued(100, 2.0, 2000)
     return cost
 
 

@@ -384,13 +384,13 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         return ""
 
     def _note_speed(self, tokens: int, behind: int, started: float) -> None:
-        """Report the time of a prefill to the cost model, if at least half of the tokens were computed.
+        """Report the time of a prefill to the cost model.
 
         `tokens` is the number of computed tokens, and `behind` is the number of tokens before them.
         """
         seconds = self._elapsed(started)
-        if behind <= tokens:
-            self.engine.store.cost.computed(tokens, seconds, length=2 * behind + tokens)
+        cost = self.engine.store.cost
+        (cost.computed if behind <= tokens else cost.continued)(tokens, seconds, 2 * behind + tokens)
 
     def _elapsed(self, started: float) -> float:
         settle(self.layers.device)

@@ -650,8 +650,10 @@ class Scheduler:
         seconds, cost = self._setup.clock() - timing.begun, self.engine.store.cost
         if timing.offer is not None:
             cost.blended(timing.offer, seconds)
-        elif 2 * timing.prefilled >= state.request.num_prompt_tokens:  # A smaller part says little about long prompts.
-            cost.computed(timing.prefilled, seconds, 2 * state.request.num_prompt_tokens - timing.prefilled)
+        else:
+            prompt = state.request.num_prompt_tokens
+            note = cost.computed if 2 * timing.prefilled >= prompt else cost.continued
+            note(timing.prefilled, seconds, 2 * prompt - timing.prefilled)
 
     def _has_learned(self, state: RequestState) -> bool:
         """Return whether all documents of a request to learn are stored that can be stored; queue missing documents.
