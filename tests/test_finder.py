@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lmc.documents.block_table import _Table
 from lmc.documents.finder import (
     BLOCK,
+    COMPARED,
     MIN_RUNS,
     RUN_TOKENS,
     STRIDE,
@@ -146,6 +147,19 @@ def test_a_prompt_of_one_repeated_phrase_is_searched_in_bounded_time(period, mon
     finder = knowing([Text.of((phrase * 400)[: 300 + i]) for i in range(100)])
     finder.find((phrase * 16_000)[:16_000])
     assert len(compared) <= 64 + 16_000 // 16
+
+
+@pytest.mark.parametrize("period", [5, 7, 13])
+def test_rows_of_a_table_that_are_alike_are_compared_for_a_bounded_number_of_tokens(period, monkeypatch):
+    """Each shift by a row was compared to the end: prompts of 128,000 tokens kept the scheduler for 1.8 s."""
+    compared, row = [], [7 + i for i in range(period)]
+    monkeypatch.setattr(
+        "lmc.documents.finder._run_around", lambda *given: compared.append(run_around(*given)) or compared[-1]
+    )
+    document, prompt = Text.of((row * 8000)[:8000]), (row * 16_000)[:16_000]
+    found = knowing([document]).find(prompt)
+    assert sum(run.tokens for run in compared) <= (COMPARED + 1) * len(prompt)
+    assert sum(run.tokens for run in found) > 0.9 * len(prompt)
 
 
 @pytest.mark.parametrize("tokens", [40, 50])

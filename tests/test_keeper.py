@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -25,9 +26,9 @@ from lmc.documents.admin import DocumentAdmin
 from lmc.documents.kept import FILE, VERSION, KeptDocuments, forget_kept, pinned_keys
 from lmc.documents.known import known_bytes, pack_tokens
 from lmc.documents.table import Filter
-from lmc.engine import CacheEngine
+from lmc.engine import CacheEngine, names
 from lmc.errors import InputError, NotFound
-from lmc.keys import Namespace, RecordKind
+from lmc.keys import Namespace, RecordKind, tenant_of
 from lmc.open_store import open_store
 from lmc.shapes import GIB, KVShape
 from lmc.storage.chunk_layout import ChunkLayout
@@ -334,6 +335,40 @@ def test_a_document_that_is_learned_again_while_it_is_removed_is_removed(tmp_pat
         during_the_first_removal(engine, monkeypatch, learn_again)
         engine.keeper.remove([document])
         assert (places(engine, A), bool(document.removed)) == ([None, None], True)
+
+
+def test_a_restart_is_no_use_of_pinned_documents(tmp_path):
+    """A pinned document was never listed as unused if its engine restarted now and then."""
+    with closing(engine_of(tmp_path)) as engine:
+        documents = [learn(engine, A), learn(engine, B)]
+        engine.keeper.pin(documents[:1])
+    restarted = time.time()
+    with closing(engine_of(tmp_path)) as engine:
+        engine.recall.wait()
+        assert [(document.pinned, document.used < restarted) for document in map(partial(known, engine), (A, B))] == [
+            (True, True),
+            (False, True),
+        ]
+        engine.known.use([known(engine, A).keys[-1]])
+        assert known(engine, A).used > restarted
+
+
+def test_a_tenant_that_is_forgotten_while_its_document_waits_keeps_its_encryption(tmp_path, monkeypatch):
+    """The record had no tenant, and so no key: the text of the document was on the disk as it is."""
+    monkeypatch.setattr(names, "SALTS", 4)
+    keys = tmp_path / "keys"
+    keys.write_text(f"alice {base64.b64encode(bytes(range(32))).decode()}\n")
+    with closing(engine_of(tmp_path, encryption_key=str(keys))) as engine:
+        namespace = engine.namespace(RecordKind.DOCUMENT, "alice")
+        learn(engine, A, "alice")
+        for number in range(100):
+            engine.namespace(RecordKind.DOCUMENT, f"tenant {number}")
+        assert engine.begin_document(namespace, B) is None, "not learned without a name"
+        learn(engine, B, "alice")
+        engine.store.flush()
+        assert {document.tenant for document in engine.known.list()} == {tenant_of("alice")}
+        stored = b"".join(file.read_bytes() for file in (tmp_path / "disk").rglob("*") if file.is_file())
+        assert not any(pack_tokens(tokens).encode() in stored for tokens in (A, B))
 
 
 def test_the_thread_removes_what_is_over(monkeypatch):

@@ -1339,6 +1339,18 @@ def test_the_hashes_of_a_conversation_are_kept_once() -> None:
     assert SaltedHashes.of([b"a", b"b"], second).new == (), "as much as it has of another"
 
 
+def test_questions_about_the_same_documents_keep_no_hashes_of_each_other(lab: Lab) -> None:
+    """Each one kept all earlier ones alive. After 3,000 requests, a prompt's first hashes were 3,000 steps away."""
+    hashes = None
+    for number in range(100):
+        hashes = SaltedHashes.of([b"a", b"b", b"c", str(number).encode()], hashes)
+        steps, earlier = 0, hashes.earlier
+        while earlier is not None:
+            steps, earlier = steps + 1, earlier.earlier
+        assert steps <= 1
+        assert hashes.whole() == [b"a", b"b", b"c", str(number).encode()]
+
+
 # -- approximate KV stays apart from exact KV ------------------------------------------------------------------------
 
 

@@ -959,6 +959,60 @@ def test_a_load_of_which_nothing_arrives_ends_when_computing_would_have_ended(ma
     tier.open_all()
 
 
+def test_a_document_that_is_removed_while_idle_steps_learn_it_is_not_queued_again(make):
+    """The job was given up for a request, and the document came back as if nobody had removed it."""
+    lab = make()
+    lab.serve("one", prompt(DOC_B))
+    lab.workers.slow = True
+    lab.wait(lambda: lab.step().learn or None)
+    lab.engine.keeper.remove(lab.engine.known.list())
+    lab.now += MAX_PAUSE_SECONDS + 1
+    other = lab.arrive("two", PLAIN)
+    lab.admit(other)
+    assert lab.compute(other, 40).cancel
+    lab.finish(other)
+    lab.workers.slow = False
+    lab.settle()
+    assert (len(lab.engine.learning), lab.engine.known.count()) == (0, 0)
+
+
+@pytest.mark.parametrize("separated", [False, True])
+def test_an_evicted_document_that_comes_twice_is_learned_in_idle_steps_only(make, separated):
+    """Between separators it counted as a new one. A memory that was too small was filled again and again."""
+    lab, document = make(blocks=128, slots=16), [1000 + i for i in range(80)]
+    learn(lab, document)
+    lab.scheduler.forget_all()
+    lab.engine.learning.clear()
+    tokens = prompt(document) if separated else [*SYSTEM, *document, *QUESTION]
+    lab.scheduler._saves.learn_next = lambda idle: None  # The engine is never idle.
+    for name in ("one", "two"):
+        request = lab.arrive(name, tokens)
+        lab.wait(lambda request=request: lab.admit(request))
+        lab.compute(request, request.num_tokens - request.num_computed_tokens)
+        lab.finish(request)
+        lab.pool.forget()
+        lab.scheduler.forget_all()
+    assert (len(lab.engine.learning), lab.engine.learning.has_wanted) == (1, False)
+    lab.engine.learning.clear()
+
+
+@pytest.mark.parametrize("asked_again", [False, True])
+def test_a_document_that_is_removed_while_its_prompt_runs_is_learned_only_for_later_prompts(make, asked_again):
+    lab, document = make(blocks=128), [1000 + i for i in range(40)]
+    learn(lab, document)
+    lab.scheduler.forget_all()
+    request = lab.arrive("one", prompt(document))
+    lab.wait(lambda: lab.admit(request))
+    lab.engine.keeper.remove(lab.engine.known.list())
+    lab.compute(request, request.num_tokens - request.num_computed_tokens)
+    lab.finish(request)
+    if asked_again:
+        lab.pool.forget()
+        lab.serve("two", prompt(document))
+    lab.settle()
+    assert lab.engine.known.count() == asked_again
+
+
 def test_a_load_that_becomes_slow_after_its_first_parts_is_given_up_and_computed(make):
     lab, request = hanging_load(make, token=0.01)  # Half of it has arrived, and 16 tokens take 0.16 s.
     for now, loads in ((0.2, True), (0.21, False)):

@@ -14,6 +14,8 @@ A document of 400 tokens takes 150 to 280 bytes besides its tokens, and up to 41
 
 import secrets
 from array import array
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise, zip_longest
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -31,6 +33,7 @@ SEAM = 2  # tokens at each end of a document that may be different in a prompt
 MAX_PERIOD = 4
 # Number of runs that are compared with a prompt: at least this, and one more per `RUN_TOKENS` tokens.
 MIN_RUNS, RUN_TOKENS = 64, 16
+COMPARED = 32  # Runs are compared until they have this many tokens for each token of the prompt.
 COMPARED_TOKENS = 512  # tokens that are compared first
 PLACE_BLOCKS = 1 << 10  # numbers of blocks of a place
 MAX_PLACES = (1 << 22) - 1
@@ -83,6 +86,25 @@ class FoundRun(NamedTuple, Generic[D]):
     def is_long_enough(self, min_run: int) -> bool:
         """Return whether it has `min_run` tokens, or `WHOLE` tokens if it is a whole document."""
         return self.tokens >= (WHOLE if self.whole else min_run)
+
+
+class Intervals:
+    """Parts of a prompt. Those that touch are one."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[int, int]] = []
+
+    def add(self, start: int, stop: int) -> None:
+        """Add a part."""
+        touching = [part for part in self._parts if part[0] <= stop and start <= part[1]]
+        self._parts = [part for part in self._parts if part not in touching]
+        self._parts.append(
+            (min([start, *(part[0] for part in touching)]), max([stop, *(part[1] for part in touching)]))
+        )
+
+    def end_around(self, position: int) -> int | None:
+        """Return the end of the part that has a position; None if none has it."""
+        return next((stop for start, stop in self._parts if start <= position < stop), None)
 
 
 class DocumentFinder(Generic[D]):
@@ -185,23 +207,30 @@ class DocumentFinder(Generic[D]):
             return []
         places, blocks = np.divmod(numbers.astype(np.int64), PLACE_BLOCKS)
         shifts = at - (FIRST + STRIDE * blocks + self._offsets[places])
-        # Longer runs have more blocks in common. The limit bounds the time of any prompt.
+        # Longer runs have more blocks in common. The limits bound the time of any prompt.
         _, pair, hits = np.unique((places << 32) + shifts + (1 << 31), return_inverse=True, return_counts=True)
         order, left = np.lexsort((at, pair, -hits[pair])), MIN_RUNS + len(prompt) // RUN_TOKENS
-        runs: list[FoundRun[D]] = []
-        last, end = -1, 0  # the last run's pair of document and shift, and where it ends
+        left_tokens, runs = COMPARED * len(prompt), list[FoundRun[D]]()
+        pairs = pair[order]
+        firsts = np.concatenate([[0], np.flatnonzero(pairs[1:] != pairs[:-1]) + 1])
         # Lists are faster to read one by one than arrays.
-        ordered = zip(*(part[order].tolist() for part in (places, at, shifts, pair)), strict=True)
-        for place, start, shift, number in ordered:
-            document = self._documents[place]
-            if document is None or (number == last and start < end):
-                continue
-            if not left:
-                break
-            run = _run_around(prompt, document, start, start - shift)
-            if run.is_long_enough(min_run):
-                runs.append(run)
-            last, end, left = number, run.stop, left - 1
+        starts, bounds = at[order].tolist(), [*firsts.tolist(), len(order)]
+        of_pairs = zip(pairwise(bounds), places[order[firsts]].tolist(), shifts[order[firsts]].tolist(), strict=True)
+        covered = defaultdict[int, Intervals](Intervals)  # parts of the prompt that have a run of a document
+        for (first, stop), place, shift in of_pairs:
+            document, index = self._documents[place], first
+            while index < stop and document is not None:
+                # Text with a period has a run at each shift by a period. The first of these is enough.
+                end = covered[id(document)].end_around(starts[index])
+                if end is None:
+                    if not left or left_tokens < 0:
+                        break
+                    run = _run_around(prompt, document, starts[index], starts[index] - shift)
+                    left, left_tokens, end = left - 1, left_tokens - run.tokens, max(run.stop, starts[index] + 1)
+                    if run.is_long_enough(min_run):
+                        runs.append(run)
+                        covered[id(document)].add(run.at, run.stop)
+                index = stop if starts[stop - 1] < end else bisect_left(starts, end, index, stop)
         return sorted(runs, key=lambda run: (-run.tokens, -self._used(run.document)))
 
     def _places_of(self, document: D, numbers: Array) -> list[int]:

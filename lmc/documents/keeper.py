@@ -330,7 +330,9 @@ class Keeper(DocumentKeeper):
 
     def _known_from(self, row: KeptDocument, keys: Sequence[ChunkKey]) -> KnownDocument:
         """Return the known document of a row, with its names."""
-        document = self._known.note(row.namespace, row.tokens, keys, model=row.model, tenant=row.tenant)
+        before = self._known.get(row.id)  # The recall of records may have been here first.
+        at = before.used if before is not None else None
+        document = self._known.note(row.namespace, row.tokens, keys, model=row.model, tenant=row.tenant, at=at)
         if row.name:
             self._known.rename(document, row.name)
             self._names[document.id] = row.name

@@ -129,8 +129,12 @@ class KnownDocuments:
         name: str = "",
         model: str = "",
         tenant: str = "",
+        at: float | None = None,
     ) -> KnownDocument:
-        """Record that a document was learned, or `used` by a prompt, and return it. Adds `name` to its names."""
+        """Record that a document was learned, or `used` by a prompt, and return it. Adds `name` to its names.
+
+        `at` is the time of this in seconds since 1970, by default now.
+        """
         with self._mutex:
             known = self._documents.get(keys[-1])
             if known is not None and known.removed and name:
@@ -140,7 +144,8 @@ class KnownDocuments:
             document.renamed |= document.name != before
             if known is not None and self._finds:
                 self._find_again(document)
-            document.uses, document.used, document.removed = document.uses + used, time.time(), ""
+            document.uses, document.removed = document.uses + used, ""
+            document.used = time.time() if at is None else at
             self._table.update(document)
             self._forget_oldest(document)
             return document
@@ -172,6 +177,8 @@ class KnownDocuments:
             document.renamed |= bool(name) and document.name != name
             if known is None:
                 document.used = used or document.used
+            elif used and not (again or document.uses):  # A pin was read earlier, and says nothing of its use.
+                document.used = min(document.used, used)
             elif again and document.removed:
                 if self._finds:
                     self._find_again(document)

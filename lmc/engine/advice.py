@@ -145,11 +145,12 @@ class Adviser:
             return array("I", encode("".join(self.decode(list(tokens)).split())))
 
         gently, distinct = self.engine.background.gently, set(prompt)
+        latest = nlargest(MAX_RANKED, documents, key=lambda document: document.used)
         ranked = [
             (len(distinct.intersection(document.tokens)) / len(document.tokens) ** 0.5, number)
-            for number, document in enumerate(gently(documents[:MAX_RANKED]))
+            for number, document in enumerate(gently(latest))
         ]
-        likely = [documents[number] for _, number in nlargest(MAX_SPACELESS, ranked)]
+        likely = [latest[number] for _, number in nlargest(MAX_SPACELESS, ranked)]
         finder = DocumentFinder[Spaceless]()
         finder.insert([Spaceless(spaceless(document.tokens), document) for document in gently(likely)])
         return [run.document.known for run in finder.find(spaceless(prompt), self.engine.settings.blend_min_run)]

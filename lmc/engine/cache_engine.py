@@ -226,7 +226,9 @@ class CacheEngine:
         keys = self.document_keys(prompt[span.start : span.stop], namespace)
         bounds = chunk_bounds(len(span), self.chunk_size)
         pieces = self._pieces(span.start, keys, bounds, exact=self._is_where_learned(prompt, span.start))
-        return DocumentMatch(span=span, pieces=tuple(pieces), learnable=learnable, found_by=found_by)
+        met = self.known.get(keys[-1].hex()) if keys else None
+        met = None if met is not None and met.removed else met
+        return DocumentMatch(span=span, pieces=tuple(pieces), learnable=learnable, met=met, found_by=found_by)
 
     def _is_where_learned(self, prompt: Sequence[int], start: int) -> bool:
         """Return whether a document that begins at position `start` comes after the tokens at which it was learned."""
@@ -245,6 +247,10 @@ class CacheEngine:
     def document_keys(self, tokens: Sequence[int], namespace: bytes) -> list[ChunkKey]:
         """Return the keys of a document's chunks."""
         return document_keys(namespace, tokens, self.chunk_size)
+
+    def known_as(self, tokens: Sequence[int], namespace: bytes) -> KnownDocument | None:
+        """Return the known document with exactly these tokens, which may have been removed; None without one."""
+        return self.known.get(self.document_keys(tokens, namespace)[-1].hex())
 
     def learn_later(
         self,
@@ -265,8 +271,9 @@ class CacheEngine:
             if wanted or one.tokens >= self.least_tokens:
                 document = self.unlearned(prompt, one, salt, name)
                 found[document] += len(one.span)
-                if one.known is None or (not one.known.removed and found[document] >= LEAST_AGAIN * one.tokens):
-                    new[document] = one.known is not None
+                before = one.known or one.met
+                if wanted or before is None or (not before.removed and found[document] >= LEAST_AGAIN * one.tokens):
+                    new[document] = before is not None
         return tuple(one for one, again in new.items() if self.learning.add(one, wanted=wanted, again=again))
 
     def share_learning(self, has_time: Callable[[], bool]) -> None:
@@ -296,14 +303,15 @@ class CacheEngine:
         Those without a name get `name`. A document that was removed while the prompt used it stays removed.
         """
         namespace, noted = self.namespace(RecordKind.DOCUMENT, salt), []
-        owner = {"name": name, "model": self.names.model, "tenant": tenant_of(salt)}
+        model, tenant = self.names.model, tenant_of(salt)
         for document in documents:
             if document.known is not None:
                 self.known.use(document.known.keys[-1:])
             elif tokens := prompt[document.span.start : document.span.stop]:
                 keys = [piece.key for piece in document.pieces]
                 if not (used and self._was_removed(keys)):
-                    noted.append(self.known.note(namespace, tokens, keys, used=used, **owner))
+                    one = self.known.note(namespace, tokens, keys, used=used, name=name, model=model, tenant=tenant)
+                    noted.append(one)
         if name:
             self.keeper.renamed(noted, learned_as=name)
         return noted
@@ -416,14 +424,18 @@ class CacheEngine:
     ) -> list[Reservation | None] | None:
         """Reserve a slot for each of a document's chunks. Returns None for a chunk that is already stored.
 
-        Returns None instead of the list if all chunks are stored, or if there is no room for all of them.
+        Returns None instead of the list if all chunks are stored, if there is no room for all of them, or if the
+        tenant of the namespace is not known any more.
         """
         name = name.encode(errors="backslashreplace").decode()  # A file's name may have bytes that are not UTF-8.
         keys = self.document_keys(tokens, namespace)
         places = self.store.lookup(keys, shared=False)
         if all(places) or len(keys) > self.store.slots:
             return None
-        metas, tenant = [], self.names.tenant_of(namespace)
+        salt = self.names.salt_of(namespace)
+        if salt is None:  # The tenant's records would have neither its name nor its encryption.
+            return None
+        metas, tenant = [], tenant_of(salt)
         for key, place, (start, stop) in zip(keys, places, chunk_bounds(len(tokens), self.chunk_size), strict=True):
             size = self.shape.part_bytes(stop - start)
             label = document_label(tokens, name) if stop == len(tokens) else ""

@@ -8,7 +8,7 @@ take longer than prefill, it uses only the exact part.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import dropwhile, takewhile
 
@@ -36,6 +36,8 @@ class DocumentMatch:
     pieces: tuple[Piece, ...]  # all chunks of the span, stored or not
     learnable: bool = True  # False for text that may not be a document
     known: KnownDocument | None = None  # the document to which tokens were found equal, token by token
+    # The document with exactly these tokens, if it was known and not removed when the request came
+    met: KnownDocument | None = field(default=None, compare=False, repr=False)
     found_by: FoundBy = FoundBy.SEPARATORS
 
     @property

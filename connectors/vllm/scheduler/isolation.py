@@ -63,6 +63,8 @@ class SaltedHashes:
         pairs = enumerate(zip(hashes, earlier.whole(), strict=False)) if earlier is not None else ()
         known = min(len(earlier), len(hashes)) if earlier is not None else 0
         shared = next((at for at, (one, other) in pairs if one != other), known)
+        while earlier is not None and shared <= earlier.shared:  # None of the shared hashes are its own.
+            earlier = earlier.earlier
         return cls(tuple(hashes[shared:]), shared, earlier if shared else None)
 
     def __len__(self) -> int:
