@@ -353,6 +353,30 @@ def test_a_restart_is_no_use_of_pinned_documents(tmp_path):
         assert known(engine, A).used > restarted
 
 
+def test_names_of_documents_that_are_neither_known_nor_stored_are_forgotten(tmp_path, monkeypatch):
+    """Each document with a second name kept its row, with all of its tokens, until a restart."""
+    monkeypatch.setattr(keeper, "EXPIRY_SECONDS", 0.01)
+
+    def rows() -> set[str]:
+        return {row.id for row in KeptDocuments(tmp_path / "disk").read()}
+
+    with closing(engine_of(tmp_path, records=100, max_document_index_size=6 * known_bytes(20, 2) / GIB)) as engine:
+        namespace, named = engine.namespace(RecordKind.DOCUMENT), [learn(engine, A, name="a.txt")]
+        engine.known.rename(named[0], "b.txt")
+        engine.keeper.renamed(named)
+        for number in range(1, 30):
+            tokens = [number * 1000 + i for i in range(20)]
+            keys = engine.document_keys(tokens, namespace)
+            for name in ("old.txt", "new.txt"):
+                document = engine.known.note(namespace, tokens, keys, name=name)
+                engine.keeper.renamed([document])
+            named.append(document)
+        eventually(lambda: rows() == {document.id for document in named})
+        engine.keeper.forget_names()
+        kept = {document.id for document in engine.known.list()} | {named[0].id}
+        assert (rows(), len(kept) < 10) == (kept, True)
+
+
 def test_a_tenant_that_is_forgotten_while_its_document_waits_keeps_its_encryption(tmp_path, monkeypatch):
     """The record had no tenant, and so no key: the text of the document was on the disk as it is."""
     monkeypatch.setattr(names, "SALTS", 4)

@@ -258,6 +258,20 @@ class Keeper(DocumentKeeper):
                     self._names[document.id] = document.name
         self._start()
 
+    def forget_names(self) -> None:
+        """Remove the rows of documents that have names only, and are neither known nor stored any more."""
+        with self._mutex:
+            named = self._names.keys() - self._kept.keys()
+        unknown = [name for name in named if self._known.get(name) is None]
+        places = self._store.lookup([ChunkKey(bytes.fromhex(name)) for name in unknown], shared=False)
+        gone = [name for name, place in zip(unknown, places, strict=True) if place is None]
+        if gone and self._rows is not None:
+            with self._writing:
+                self._rows.remove(gone)
+                with self._mutex:
+                    for name in gone:
+                        self._names.pop(name, None)
+
     def refresh(self, documents: Sequence[KnownDocument]) -> None:
         """Do nothing: only this keeper changes the documents of this process."""
 
@@ -399,7 +413,7 @@ class Keeper(DocumentKeeper):
                 self._thread = repeat(self._check, EXPIRY_SECONDS, self._ended, "lmc-keeper")
 
     def _check(self) -> None:
-        """Remove expired documents and, every `RESTORE_SECONDS`, restore pinned ones and check the integrity."""
+        """Remove expired documents. Every `RESTORE_SECONDS`, restore pinned ones, forget names, check the integrity."""
         try:
             self.remove_expired()
             self._write_rest()
@@ -407,6 +421,7 @@ class Keeper(DocumentKeeper):
             if self._unrestored >= RESTORE_SECONDS:
                 self._unrestored = 0.0
                 self.check_integrity()
+                self.forget_names()
                 self.restore()
         except Exception:
             log.exception("lmc: expiring or restoring documents failed unexpectedly and will be retried")
