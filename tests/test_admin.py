@@ -641,6 +641,13 @@ def test_a_document_with_other_white_space_is_named(advised):
     assert advised(f"{joined} 何ですか", OTHER, JAPANESE)[0] == "the prompt has 1.txt with other white space"
 
 
+def test_of_many_documents_the_last_used_ones_are_compared_without_white_space(advised, monkeypatch):
+    """The oldest ones were, so that a document that had just been learned was not named."""
+    monkeypatch.setattr("lmc.engine.advice.MAX_RANKED", 1)
+    why, _ = advised(f"Use this: {' '.join(NOTES.split())} What is rule 8?", OTHER, NOTES)
+    assert why == "the prompt has 1.txt with other white space"
+
+
 def test_documents_between_separators_that_are_reused_need_no_advice(advised):
     """The note said that they stand there with other white space, or as JSON strings."""
     for known in (NOTES, OTHER, NOTES.replace("\n", "\\n")):
