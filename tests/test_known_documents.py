@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from lmc.documents.finder import DocumentFinder
-from lmc.documents.known import KnownDocument, KnownDocuments, known_bytes, pack_tokens, unpack_tokens
+from lmc.documents.known import FINDER_BYTES, KnownDocument, KnownDocuments, known_bytes, pack_tokens, unpack_tokens
 from lmc.documents.table import DocumentTable, Filter, Use
 from lmc.keys import document_keys
 
@@ -235,18 +235,29 @@ def test_a_part_whose_block_others_had_is_found_once_they_are_removed_and_its_do
     assert found(known, documents[5][150:]) == [documents[5]]
 
 
+def test_the_finders_of_many_tenants_count_against_the_limit() -> None:
+    """With one document each, tenants took twice the memory that `max_document_index_size` allows."""
+    known = KnownDocuments(finds=True, max_bytes=10 * (known_bytes(40, 1) + FINDER_BYTES))
+    for number in range(40):
+        namespace = number.to_bytes(32, "big")
+        tokens = list(range(40 * number, 40 * number + 40))
+        known.note(namespace, tokens, document_keys(namespace, tokens, 64))
+        known.prepare()
+    assert 5 <= known.count() <= 10
+
+
 def test_the_finder_is_not_searched_for_a_document_that_was_removed_before(monkeypatch: pytest.MonkeyPatch) -> None:
     removed, remove = list[list[int]](), DocumentFinder.remove
     monkeypatch.setattr(
         DocumentFinder, "remove", lambda self, one: removed.append(one.tokens.tolist()) or remove(self, one)
     )
-    known = KnownDocuments(finds=True, max_bytes=2.5 * known_bytes(40, 10))
-    documents = [list(range(start, start + 40)) for start in range(0, 400, 40)]
+    known = KnownDocuments(finds=True, max_bytes=2.5 * known_bytes(400, 100) + FINDER_BYTES)
+    documents = [list(range(start, start + 400)) for start in range(0, 1600, 400)]
     note(known, documents[0])
     known.remove(known.list(), "by somebody")
     for tokens in documents[1:4]:
         note(known, tokens)
-    assert {one.tokens[0] for one in known.list()} == {80, 120}
+    assert {one.tokens[0] for one in known.list()} == {800, 1200}
     assert removed == documents[:2], "each once: the first when it was removed, the second when it was forgotten"
 
 

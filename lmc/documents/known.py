@@ -37,6 +37,7 @@ PREVIEW_CHARACTERS = 60  # characters of a document in lists
 # Memory of a known document: of its entries here, of each of its keys, and of each of its tokens with its share of the
 # finder's blocks. `bench/known.py` measures it.
 DOCUMENT_BYTES, KEY_BYTES, TOKEN_BYTES = 700, 100, 5
+FINDER_BYTES = 2700  # of an empty finder; each tenant with documents has one
 JOINED_NAMES = 256  # names that are searched at once
 BATCHES = 64  # The documents to forget are chosen in batches, each of one in 64 documents.
 LONGEST_DOCUMENT = 1 << 22  # tokens
@@ -439,12 +440,14 @@ class KnownDocuments:
             finder.remove(document)
             if not len(finder):
                 del self._finders[document.namespace]
+                self._bytes -= FINDER_BYTES
 
     def _finder(self, namespace: bytes) -> DocumentFinder[KnownDocument]:
         """Return the finder of a namespace, with its new documents."""
         finder = self._finders.get(namespace)
         if finder is None:
             finder = self._finders[namespace] = DocumentFinder(lambda document: document.used)
+            self._bytes += FINDER_BYTES
         new = self._new.pop(namespace, ())
         for document in new:
             document.lacks_blocks = False
