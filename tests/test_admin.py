@@ -284,7 +284,7 @@ def test_a_list_goes_on_where_the_page_before_ended_and_has_what_was_asked_for(s
 @pytest.mark.parametrize("page", [1, 2, 3, 100])
 @pytest.mark.parametrize("used", [None, 0, 1, 4])
 def test_a_list_of_many_pages_has_documents_that_are_used_meanwhile(make, monkeypatch, page, used):
-    """They move to its beginning, which has been read."""
+    """Documents that are used move to the beginning of the list, which has been read."""
     monkeypatch.setattr(http_client, "PAGE", page)
     lab = make(settings=ALWAYS)
     documents = [[100 * number + i for i in range(12)] for number in range(1, 6)]
@@ -768,7 +768,7 @@ def test_a_server_that_renders_is_asked_for_the_tokens_of_chats_and_responses(se
 
 
 def test_a_body_that_does_not_arrive_in_time_is_answered_408(served, monkeypatch, caplog):
-    """It was answered with 500, and the log had a traceback."""
+    """Earlier, it was answered with 500, and the log had a traceback."""
     monkeypatch.setattr(http_server, "BODY_SECONDS", 0.2)
     monkeypatch.setattr(timeouts, "HEAD_SECONDS", 0.2)
     host, port = served.url.split(":")

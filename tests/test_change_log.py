@@ -100,7 +100,7 @@ def test_what_models_and_tenants_have_is_counted_until_they_have_nothing():
 
 
 def test_a_chunk_that_appears_twice_is_one_change():
-    """It may be in two slots of a slab. One that has left appears anew."""
+    """A chunk may be in two slots of a slab. One that has left appears anew."""
     log = ChangeLog()
     for _ in range(2):
         log.appeared("host", meta_of(K0))
@@ -336,7 +336,7 @@ def test_the_log_says_what_every_place_of_a_store_holds(done, device, slots, on_
 
 
 def test_a_record_that_is_evicted_while_headers_are_read_is_not_listed(tmp_path):
-    """It was listed for ever, because its header was noted after it had gone."""
+    """Earlier, such a record was listed until a restart, because its header was noted after its deletion."""
     tier = DiskTier(tmp_path, 1 << 20)
     for key in (K0, K1):
         tier.write(meta_of(key), [memoryview(stored(meta_of(key)))])

@@ -339,7 +339,7 @@ def test_clear_refuses_what_is_not_exactly_one_namespace(tmp_path: Path, words: 
 
 
 def test_a_server_leaves_a_file_at_its_address_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It said that the address was in use."""
+    """Earlier, the error said that the address was in use."""
     monkeypatch.setenv("LMC_MAX_LOCAL_CPU_SIZE", "0.001")
     (tmp_path / "notes.txt").write_text("important")
     code, _, err = lmc("serve", "--socket", tmp_path / "notes.txt")
@@ -417,7 +417,7 @@ def test_clear_by_size_leaves_pinned_documents_on_all_tiers(tmp_path: Path, unse
 
 @pytest.mark.parametrize("words", [["--all"], ["--keep", "0"]])
 def test_clear_removes_nothing_if_the_pins_cannot_be_read(tmp_path: Path, words: list[str]) -> None:
-    """It removed all records, and ended with a traceback."""
+    """Earlier, the command removed all records, and ended with a traceback."""
     (path,) = fill(tmp_path, (1, ONE))
     (tmp_path / FILE).write_bytes(b"no database" * 1000)
     code, _, err = lmc("clear", tmp_path, *words, "--yes")

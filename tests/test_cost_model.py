@@ -449,7 +449,7 @@ def test_steps_that_could_mean_something_else_are_no_measure(given: list[tuple[f
 
 
 def test_few_tokens_after_a_cached_prompt_are_no_measure_of_long_prompts() -> None:
-    """They are mostly fixed cost: in a conversation, prefill of its length looked three times as slow as it was."""
+    """Few tokens are mostly fixed cost. Earlier, prefill of a conversation's length looked three times as slow."""
     one_turn = (0, 100, 0), (1, 0, 1), (1.01, 0, 1)
     assert steps(*one_turn, cached=1000) == {}
     assert steps(*one_turn, cached=101) == {}

@@ -708,7 +708,7 @@ def test_more_than_the_filesystem_has_is_refused_at_start_with_both_numbers(tmp_
 
 
 def test_a_forked_child_does_not_keep_the_directory(tmp_path):
-    """It has the same lock: that lasted as long as the last child, whatever became of the parent."""
+    """A child has the same lock, which lasted as long as the last child, even after the parent had ended."""
     tier = DiskTier(tmp_path, ROOM)
     (wait, go), (hear, say) = os.pipe(), os.pipe()
     child = os.fork()
@@ -759,7 +759,7 @@ def test_a_read_only_tier_reads_while_the_owner_writes(tmp_path):
 
 
 def test_a_read_only_tier_removes_nothing(tmp_path):
-    """Its delete removed the owner's record."""
+    """Earlier, `delete` of a read-only tier removed the owner's record."""
     owner = DiskTier(tmp_path, ROOM)
     write(owner, K0)
     write(owner, K1)

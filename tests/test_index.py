@@ -296,7 +296,7 @@ def run_of(chain: BlockChain, keys: set) -> list:
 
 
 def test_indivisible_chunks_serve_all_of_their_blocks_or_none():
-    """They lack pages that only tokens inside them see."""
+    """Such chunks lack the pages that only tokens inside of them see."""
     index = CacheIndex()
     chain = BlockChain(index, b"namespace", hashes("abcdef"), N, 1, divisible=False)
     keys = {chain.naming(at, N).key for at in range(2)}

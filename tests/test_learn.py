@@ -1015,7 +1015,7 @@ def test_the_variable_lmc_admin_names_the_endpoint_that_is_asked(server: Any, tm
 
 
 def test_documents_are_sent_to_a_server_without_torch(server: Any, tmp_path: Path) -> None:
-    """Its import takes seconds."""
+    """The import of torch takes seconds."""
     server.answers["/v1/completions"] = 200, {"kv_transfer_params": {"lmc": {"learned": True, "documents": ["0a"]}}}
     (tmp_path / "a.txt").write_text("a text")
     code, out, err = without_torch("learn", tmp_path, "--url", server.url, "--admin", server.url)

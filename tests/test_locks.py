@@ -196,7 +196,7 @@ def test_a_condition_knows_whether_its_lock_is_held():
 
 
 def test_the_locks_of_a_store_check_their_order(tmp_path):
-    """It would not be noticed otherwise that some of them are plain."""
+    """A lock of another class would not check its order."""
     before = RankedLock.made.copy()
     Store(Slab(1, 1, 1), [DiskTier(tmp_path, 1 << 20)]).close()
     # Of the change log, the guard, the uses of the disk tier's records and its index; of the state; of the disk tier.

@@ -244,7 +244,7 @@ def test_servers_that_lie_get_errors_and_misses_out_of_a_tier_and_afterwards_it_
 
 
 def test_a_listing_that_begins_anew_is_an_error(s3, monkeypatch):
-    """It never ended."""
+    """Earlier, such a listing never ended."""
     monkeypatch.setattr(objects_tier, "LISTED", 1)
     monkeypatch.setattr(objects_tier, "LIST_SECONDS", 30.0)
     put_right(s3, "endless")

@@ -63,7 +63,7 @@ def test_the_checkpoint_is_plain_and_made_once(checkpoint, monkeypatch):
 
 
 def test_another_process_may_be_faster(checkpoint, monkeypatch, tmp_path):
-    """Its checkpoint is used, and nothing of one's own is left."""
+    """The checkpoint of the faster process is used, and the slower one leaves nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def convert(model, source, into):

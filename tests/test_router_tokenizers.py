@@ -119,7 +119,7 @@ def ready(built):
 
 
 def test_a_process_that_does_not_answer_is_replaced_and_prompts_behind_it_are_answered_by_an_engine(built, monkeypatch):
-    """They were answered with an error of the router: what waits for a process that is killed is cancelled."""
+    """Earlier, these prompts got an error of the router: what waits for a killed process is cancelled."""
     monkeypatch.setattr(local_tokenizers, "RESTART_SECONDS", 0.01)
     tokenizers, process = ready(built)
     os.kill(process.pid, signal.SIGSTOP)

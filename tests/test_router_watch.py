@@ -129,7 +129,7 @@ def test_answers_500_open_a_breaker_if_other_engines_answer():
 
 
 def test_an_engine_that_answers_500_to_everything_gets_no_more_requests():
-    """It answered at once, so it was always idle and got most requests."""
+    """Earlier, such an engine was always idle, because it answered at once, and got most requests."""
     with house(2, "round_robin", health_seconds=1000.0) as built:
         built.echoes[0].refusing = 500
         statuses = [built.ask("/v1/completions", {"model": "echo", "prompt": "x"})[0] for _ in range(2 * MAX_ERRORS)]
@@ -351,7 +351,7 @@ def test_an_engine_that_was_late_keeps_what_it_has():
 
 
 def test_a_request_does_not_wait_for_an_engine_that_hangs():
-    """It was held until `answer_seconds` had passed, ten minutes, though the health checks knew."""
+    """Earlier, the request was held for `answer_seconds`, ten minutes, although the health checks had failed."""
     ask = {"model": "echo", "prompt": "x", "echo": {"delay": 60}}
     with house(2, health_seconds=0.1) as built, ThreadPoolExecutor(1) as beside:
         waiting = beside.submit(built.ask, "/v1/completions", ask)

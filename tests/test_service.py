@@ -320,7 +320,7 @@ def test_layouts_share_the_budget_and_none_keeps_what_another_needs(tmp_path):
 
 
 def test_quarantined_slots_are_emptied_before_they_are_used(monkeypatch):
-    """They were emptied when the first chunk was in one of them, which was read as zeros."""
+    """Earlier, they were emptied when one of them had a chunk, which was then read as zeros."""
 
     class All(Backing):
         quarantined, filled = [0, 1], lambda self, slot, meta: None
@@ -498,7 +498,7 @@ def test_a_server_whose_memory_is_page_locked_has_one_layout(tmp_path):
 
 
 def test_writing_down_ends_while_another_client_stores(tmp_path):
-    """It waited until nothing at all was queued."""
+    """Earlier, `flush` waited until nothing at all was queued."""
     slow = Delayed(DictTier(), per_write=0.05)
     with serving(tmp_path, 40, tiers=[slow]) as server:
         one, other, stores, ended = attached(server), attached(server), threading.Event(), threading.Event()
@@ -1153,7 +1153,7 @@ def test_a_server_goes_on_when_a_connection_cannot_be_accepted(server, attach, m
 
 
 def test_a_connection_whose_process_cannot_be_told_is_closed(server, attach, monkeypatch):
-    """It stayed open until it was collected as garbage."""
+    """Earlier, the connection stayed open until it was collected as garbage."""
     kept = []  # so that nothing is collected
 
     def gone(channel):

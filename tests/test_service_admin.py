@@ -153,7 +153,7 @@ print(json.dumps([CliRunner().invoke(app, words).output for words in json.load(s
 
 
 def test_a_command_that_asks_a_running_server_does_not_wait_for_torch(service, tmp_path):
-    """Its import takes seconds."""
+    """The import of torch takes seconds."""
     learn(service.engine(), A, name="a.txt")
     (tmp_path / "prompt.txt").write_text("a text")
     commands = {
@@ -634,7 +634,7 @@ def test_connections_over_which_nothing_is_asked_are_closed(tmp_path, monkeypatc
 
 
 def test_a_server_that_ends_answers_the_requests_that_it_has(monkeypatch):
-    """They were cancelled, answered 500, and logged with a traceback."""
+    """Earlier, these requests were cancelled, answered with 500, and logged with a traceback."""
     came, goes_on, port = threading.Event(), threading.Event(), free_port()
 
     async def application(scope, receive, send):
@@ -927,7 +927,7 @@ def test_what_is_cleared_is_not_learned_again(service):
 
 
 def test_a_cache_salt_that_is_given_as_a_tenant_is_refused(service):
-    """Its quota would bound nobody, and nothing would be removed."""
+    """A quota for a salt would limit no tenant, and removing its chunks would remove none."""
     for path, method, more in (("/v1/quota", "PUT", {"max_gb": 1}), ("/v1/clear", "POST", {})):
         code, error = service.refusal(path, {"tenant": "acme", **more}, method)
         assert (code, "or cache_salt" in error) == (400, True)

@@ -203,7 +203,7 @@ def test_a_chunk_that_was_changed_or_is_not_whole_is_not_kept(serve, memory):
 
 
 def test_a_late_write_of_a_client_of_the_killed_server_harms_nobody(serve, memory):
-    """Its worker goes on to write into a slot that it had reserved; the next server gives that to nobody meanwhile."""
+    """The client's worker still writes into a reserved slot, which the next server does not use meanwhile."""
     server = serve("--memory", str(memory))
     child = Child(server)
     worker = child.spawn(child.ask("begin 0"))

@@ -302,7 +302,7 @@ def test_a_partly_full_chunk_takes_nothing_along_of_what_was_in_its_slot(make):
 
 
 def test_images_that_are_only_numbered_are_kept_for_this_process_only(make):
-    """Their ids begin anew in every process, and hashes are made of ids."""
+    """The ids of numbered images begin anew in every process, and block hashes are made of these ids."""
     tier, image = DictTier(), {"mm_features": ["renderer0-mm-1-image-0"]}
     for counted, loaded in ((True, 0), (False, 0), (False, 40)):
         lab = make(tier)
@@ -635,7 +635,7 @@ def test_waiting_asks_nothing_of_the_store(make):
 
 
 def test_a_request_does_not_wait_for_chunks_whose_tokens_the_engine_has_computed_meanwhile(make):
-    """It waited until its own deadline, although a request before it had computed all that was stored."""
+    """Earlier, it waited until its deadline, although an earlier request had computed all that was stored."""
     tier = gated()
     fill(tier.inner, PLAIN[:16])
     lab = make(tier)
@@ -685,7 +685,7 @@ def hanging_load(make, token=None):
 
 
 def computed_after_all(lab, request) -> None:
-    """Its load is given up, and the engine computes it."""
+    """Check that a request's load is given up, and compute the request."""
     assert request.num_computed_tokens == 0
     assert lab.scheduler.claim(request, 0) == 0
     lab.compute(request, 16)
@@ -706,7 +706,7 @@ def test_a_load_that_stays_late_is_given_up_and_computed(make):
 
 
 def test_a_load_of_a_cache_server_that_was_killed_is_given_up_and_computed(make, monkeypatch):
-    """Its slots said for ever that some parts had arrived, and the request waited as long."""
+    """Slots of a killed server never change, so the request waited without an end."""
     lab, request = hanging_load(make)
     assert "one" in lab.workers.loading
     with monkeypatch.context() as patch:
@@ -718,7 +718,7 @@ def test_a_load_of_a_cache_server_that_was_killed_is_given_up_and_computed(make,
 
 @pytest.mark.parametrize(("deadlines", "loaded"), [(10, True), (2, False)])
 def test_a_load_of_which_something_comes_is_not_late_for_some_deadlines(make, monkeypatch, deadlines, loaded):
-    """Its time counted from the start: what took longer than `load_deadline` was thrown away, each time anew."""
+    """Earlier, time counted from the start, so each load that took longer than `load_deadline` was thrown away."""
     monkeypatch.setattr(claims, "DEADLINES", deadlines)
     tier, turnstile = gated(), Turnstile()
     fill(tier.inner, PLAIN)
@@ -1043,7 +1043,7 @@ def test_what_a_slow_tier_has_is_in_memory_for_the_next_request(make, monkeypatc
 
 @pytest.mark.parametrize(("speeds", "ends"), [({"byte": 1e-12, "token": 1.0}, True), ({"byte": 1.0}, False)])
 def test_a_request_that_loads_something_ends_a_load_in_the_background(make, monkeypatch, speeds, ends):
-    """It would wait for that one, since each tier has a few threads."""
+    """A tier has few threads, so the request would wait for the load in the background."""
     lab, ended = make(counted(PLAIN)), []
     monkeypatch.setattr(lab.engine.promotion, "cancel", lambda: ended.append(True))
     pretend(lab, **speeds)
@@ -1101,7 +1101,7 @@ def test_documents_on_a_slow_tier_are_computed_and_not_learned_again(make):
 
 
 def test_a_blend_that_has_lost_most_of_its_documents_when_it_begins_is_computed(make):
-    """It computed nearly all tokens as a blend, which takes longer than prefill."""
+    """As a blend, it would compute nearly all tokens, which takes longer than prefill."""
     lab = make(blocks=128, slots=32)
     learn(lab, DOC_A, PLAIN)
     tokens = prompt(DOC_A, PLAIN)
@@ -1730,7 +1730,7 @@ def blending(make, request):
 
 
 def test_a_long_prompt_begins_after_the_blends_of_earlier_requests(blending):
-    """Its prefill would fill the steps, and the blends would come last, though they came first."""
+    """Otherwise its prefill would fill the steps, and the earlier blends would end last."""
     lab = blending
     long, short = lab.arrive("long", PLAIN), lab.arrive("short", PLAIN[:9])
     assert (lab.admit(long), lab.admit(short)) == (None, 0)
@@ -1778,7 +1778,7 @@ def sampled(make):
 
 
 def test_samples_of_a_prompt_share_one_load_and_what_is_computed_after_it(sampled):
-    """Each of them loaded the beginning into blocks of its own, and computed the rest; in vLLM alone, one does."""
+    """Earlier, each sample loaded the beginning into its own blocks and computed the rest; in vLLM alone, one does."""
     lab, first, second = sampled
     different = lab.arrive("different", [*PLAIN[:20], *range(800, 840)])
     longer = lab.arrive("longer", [*PLAIN, *range(900, 920)])
@@ -1846,7 +1846,7 @@ def test_few_stored_tokens_are_computed(make):
 
 
 def test_a_burst_of_blends_waits_until_those_before_have_ended(make):
-    """All of them were admitted at once, and took the blocks that running requests needed for their next tokens."""
+    """Without a limit, a burst of blends takes the blocks that running requests need for their next tokens."""
     lab = make(batch_tokens=100, blocks=256, slots=32, settings={"load_policy": "always"})
     learn(lab, DOC_A, DOC_B)
     lab.workers.held_back = True
@@ -2483,7 +2483,7 @@ def test_a_request_to_learn_more_than_memory_holds_comes_to_an_end(make):
 
 
 def test_what_a_request_to_learn_leaves_in_the_engine_is_found_by_no_other(make):
-    """Its KV was computed behind other tokens than the prompt has."""
+    """The KV of a document to learn is computed after other tokens than its prompt has."""
     lab = make(prefix=(9, 9))
     learn(lab, DOC_A)
     lab.settle()
@@ -2732,7 +2732,7 @@ def test_an_engine_learns_documents_of_others_while_it_makes_steps_and_has_block
 
 
 def test_a_large_blend_is_not_overtaken_by_small_ones_for_ever(make):
-    """It fits only while few others are under way, and smaller ones took the place of each one that ended."""
+    """A large blend fits only while few others are under way. Earlier, smaller ones replaced each one that ended."""
     lab = make(batch_tokens=32, blocks=256, slots=32, settings={"load_policy": "always"})
     learn(lab, DOC_A, DOC_B)
 

@@ -105,7 +105,7 @@ def note_what_is_known(monkeypatch, prefix):
 @pytest.mark.long
 @pytest.mark.parametrize("primer", [(), (9, 11, 12, 5)])
 def test_documents_behind_a_sink_are_the_same_in_both(tmp_path, monkeypatch, primer):
-    """They are learned by a request that begins with the sink, by one that does not, and from a prompt."""
+    """Documents are learned by a request that begins with the sink, by one that does not, and from a prompt."""
     settings, sink = {"local_disk": str(tmp_path / "disk")}, 7
     prefix = (sink, *primer)
     texts = [path.read_text().strip() for path in sorted((SMALL / "documents").glob("*.txt"))[:3]]

@@ -34,7 +34,7 @@ def wish(ratio=0.15, **more):
 
 @pytest.mark.parametrize("strategy", ["union", "query", "head", "deviation"])
 def test_turns_that_go_on_from_a_blend_that_repairs_everything_are_exact(lab, strategy):
-    """Their prompts, answers and questions lie where the engine has put them, turn after turn."""
+    """Prompts, answers and questions are in the blocks where the engine has put them, turn after turn."""
     asked, tokens, blends = [], TOKENS, lab.numbers.get("blends", 0)
     for turn in range(4):
         out = lab.ask(tokens, PROMPT.blend(strategy=strategy, ratio=1.0), 40)
@@ -68,7 +68,7 @@ def revise(lab, monkeypatch):
 
 @pytest.mark.parametrize("ratio", [1.0, 0.1])
 def test_turns_that_revise_an_exact_blend_are_exact(lab, revise, ratio):
-    """They compute copies of its blocks again, or leave them as they are."""
+    """With ratio 1, a revision recomputes copies of all reused blocks; with 0.1, a tenth of the tokens."""
     revise(ratio)
     turns, tokens, blends = [], TOKENS, lab.numbers.get("blends", 0)
     for turn in range(4):
@@ -193,7 +193,7 @@ def test_four_samples_and_retries_make_one_blend(lab):
 
 
 def test_samples_of_a_later_turn_share_one_revision(lab):
-    """Each of them revised the blend, in copies of all its blocks."""
+    """Earlier, each sample revised the blend, in copies of all its blocks."""
     if lab.is_windowed:
         pytest.skip("layers with a window have only their last blocks in the cache")
     tokens = later(TOKENS, answer(lab.ask(TOKENS, wish(), 40)))

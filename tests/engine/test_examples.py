@@ -43,7 +43,7 @@ def test_the_rag_program_answers_right_where_blind_reuse_does_not():
 
 
 def test_the_rag_program_reuses_documents_for_every_question_with_its_default_model():
-    """Its store had room for half of the documents, and its modes found each other's prompts in vLLM's own cache."""
+    """Earlier, the store had room for half of the documents, and modes found each other's prompts in vLLM's cache."""
     learned, rows = rag_program()
     assert learned == "218 of 218 documents learned"
     assert [mode for mode, _, _ in rows] == [*MODES] * 8

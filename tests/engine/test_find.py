@@ -64,7 +64,7 @@ def test_the_first_document_of_a_prompt_is_exact_and_others_are_not(lab):
 
 
 def test_an_edited_document_at_the_beginning_is_not_exact(lab):
-    """Its tokens after the edit were taken for exact, and plain requests got KV that belonged after other tokens."""
+    """Earlier, tokens after the edit were taken for exact, and plain requests got KV of other texts."""
     tokens = [*DOCUMENTS[1], *words(40, 71)]
     tokens[40:44] = words(4, 72)
     wanted = lab.vanilla(tokens)

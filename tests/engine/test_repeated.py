@@ -78,7 +78,7 @@ def test_the_third_prompt_reuses_what_the_second_repeats(lab, texts, encode):
 
 
 def test_repeated_text_that_was_evicted_is_learned_again(lab, texts, encode):
-    """It was found in every prompt, and counted as taken: it was never learned again."""
+    """Earlier, evicted text was found in every prompt and counted as known, so it was never learned again."""
     for beginning in (5, 6):
         ask(lab, encode(prompt(texts, (1, 2, 3), beginning)))
     engine = lab.lmc.engine

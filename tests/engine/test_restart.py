@@ -79,7 +79,7 @@ def test_documents_learned_before_are_blended(lab):
 @pytest.mark.parametrize("when", ["at rest", "between lookup and load", "between two layers"])
 @pytest.mark.parametrize("what", ["pages", "documents"])
 def test_a_record_that_has_changed_on_disk_is_not_used(lab, when, what):
-    """Its bytes are found wrong, the engine computes them, and an honest record takes its place."""
+    """The changed bytes are noticed, the engine computes the tokens, and a correct record replaces the changed one."""
     tokens, lmc = (PLAIN, None) if what == "pages" else (PROMPT.tokens, PROMPT.blend(ratio=1.0))
     lab.learn(DOCUMENTS)
     lab.ask(PLAIN)

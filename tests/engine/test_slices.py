@@ -137,7 +137,7 @@ def large(worker: Worker, name: str) -> Job:
 
 
 def test_a_large_blend_that_ends_ends_the_step(worker):
-    """Its request gets its first token before other blends are computed, and no document is learned before that."""
+    """The blend's request gets its first token before other blends are computed and before documents are learned."""
     blends, document = [large(worker, f"r{n}") for n in range(3)], Job(worker, "", [200] * 9, coming=200)
     assert step(worker, [*blends, document], 0) == [BLEND] * 3
     assert step(worker, [*blends, document], 0) == [], "on a GPU, the blend may still be running"

@@ -187,7 +187,7 @@ def test_an_evicted_window_is_a_miss(lab, monkeypatch):
 
 @pytest.mark.long
 def test_without_decoded_tokens_the_end_of_each_prompt_is_found(models, shared_engine):
-    """It is a part of a chunk, and is saved before decoding moves the window beyond it."""
+    """The end of a prompt is a part of a chunk, and is saved before decoding moves the window beyond it."""
     lab = shared_engine(models("gemma3mixed"), {**SETTINGS, "save_decode_cache": False})
     for length in LENGTHS.args[1]:
         assert found_after_a_turn(lab, words(length, 50)) == length // BLOCK * BLOCK

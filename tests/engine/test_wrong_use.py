@@ -164,7 +164,7 @@ def test_a_version_of_vllm_that_was_not_tested_is_used_with_one_warning(lab, mon
 
 
 def test_without_enable_blending_a_model_that_could_be_blended_is_not(lab, monkeypatch):
-    """Its worker says so to the scheduler, which asks workers and not the settings."""
+    """The worker tells the scheduler, which asks workers and not the settings."""
     off = {"enable_blending": False}
     with started(lab, **off) as (connector, side):
         assert setup_of(connector).blends, "the control: the engine's own worker can"
