@@ -127,7 +127,7 @@ def test_blocks_that_do_not_fit_are_refused():
 @pytest.mark.parametrize(
     ("writer", "kind", "scales", "cache", "said"),
     [
-        (False, "auto", 1, torch.zeros(B, H, N, 2 * 8), "its attention backend FUSED has no separate operation that"),
+        (False, "auto", 1, torch.zeros(B, H, N, 2 * 8), "the model's attention backend FUSED has no separate"),
         (
             True,
             "int8_per_token_head",

@@ -248,10 +248,6 @@ class CacheEngine:
         """Return the keys of a document's chunks."""
         return document_keys(namespace, tokens, self.chunk_size)
 
-    def known_as(self, tokens: Sequence[int], namespace: bytes) -> KnownDocument | None:
-        """Return the known document with exactly these tokens, which may have been removed; None without one."""
-        return self.known.get(self.document_keys(tokens, namespace)[-1].hex())
-
     def learn_later(
         self,
         prompt: Sequence[int],

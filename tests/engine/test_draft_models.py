@@ -202,8 +202,8 @@ def test_kernels_are_compiled_for_long_contexts_of_another_kind_of_layer(lab, mo
     ("speculative", "why"),
     [
         ({"method": "dflash"}, "lmc does not know how 'dflash' drafts tokens"),
-        ({"method": "eagle3", "parallel_drafting": True}, "its draft model drafts several tokens at once"),
-        ({"method": "draft_model", "use_heterogeneous_vocab": True}, "its draft model has another vocabulary"),
+        ({"method": "eagle3", "parallel_drafting": True}, "the model's draft model drafts several tokens at once"),
+        ({"method": "draft_model", "use_heterogeneous_vocab": True}, "the model's draft model has another vocabulary"),
     ],
 )
 def test_other_ways_to_draft_are_refused(lab, speculative, why):

@@ -16,7 +16,7 @@ PROMPT = Prompt(DOCUMENTS)
 OFF = "blending is off; the log of the engine's start says why"
 # Family, engine options, the reason that is logged
 ENGINES = {
-    "other layers": ("gpt2", {}, "its layers get no positions, and lmc moves keys by RoPE only"),
+    "other layers": ("gpt2", {}, "the model's layers get no positions, and lmc moves keys by RoPE only"),
 }
 
 

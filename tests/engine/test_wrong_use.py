@@ -279,7 +279,7 @@ def test_pipeline_parallel_is_not_blended():
 @pytest.mark.parametrize(
     ("experts", "said"),
     [
-        (True, "its experts are shared with other data-parallel engines"),
+        (True, "the model's experts are shared with other data-parallel engines"),
         (False, "lmc does not find the decoder layers"),
     ],
 )

@@ -137,7 +137,7 @@ class SaveQueue:
                 self._engine.known.prepare()  # Otherwise the next request would wait for it.
             given_up = self._idle is not None and self._idle.given_up
             self._idle = None
-            known = self._engine.known_as(document.tokens, document.namespace)
+            known = self._engine.known.get(self._engine.document_keys(document.tokens, document.namespace)[-1].hex())
             was_removed = known is not None and bool(known.removed)  # while it was being learned
             if given_up and failed and resets == self.resets and not was_removed:
                 waiting.put_back(document)
