@@ -43,7 +43,7 @@ def test_one_timeout_opens_it(quick):
 
 
 def test_without_a_thread_that_would_try_again_it_stays_closed(quick, monkeypatch):
-    """It opened for ever, and what it raised was no `OSError`."""
+    """Earlier, a breaker that could not start its thread stayed open for ever, and its error was no `OSError`."""
     one = made()
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -75,7 +75,7 @@ def test_it_closes_by_itself_when_there_is_an_answer(quick, caplog):
 
 
 def test_one_that_greets_and_is_silent_again_is_left_alone_for_longer_each_time_and_not_talked_about(quick, caplog):
-    """It cost the whole deadline every half second, and two lines of log."""
+    """Earlier, a server that greets and is silent again cost the whole deadline and two log lines every half second."""
     one, away = made(), []
     for _ in range(4):
         started = time.monotonic()

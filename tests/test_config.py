@@ -745,7 +745,7 @@ class TestAdministration:
         assert "hunter2" not in "".join(texts) + caplog.text
 
     def test_commands_and_the_router_find_the_token_where_settings_do(self, tmp_path: Path, monkeypatch) -> None:
-        """They need no other setting, and a wrong one does not stop them."""
+        """Commands and the router need no other setting for the token, and a wrong setting does not stop them."""
         for name in [name for name in os.environ if name.startswith(("LMC_", "LMCACHE_"))]:
             monkeypatch.delenv(name)
         assert admin_token() == ""

@@ -216,7 +216,7 @@ def test_headers_have_the_key_objects_of_the_tier(tmp_path):
 
 
 def test_an_older_directory_is_taken_over_in_place(tmp_path):
-    """It has no index: the order of use is that of the files' times."""
+    """A directory of an older version has no index: the order of use is that of the files' times."""
     shuffled = random.Random(1).sample(KEYS, len(KEYS))
     for number, key in enumerate(shuffled):
         path = path_of(tmp_path, key)
@@ -393,7 +393,7 @@ def test_changes_that_could_not_be_committed_are_committed_later(tmp_path, monke
 
 
 def test_changes_that_cannot_be_committed_for_long_take_no_more_memory(tmp_path, monkeypatch):
-    """They were kept as long as the process ran. Without them, the index is rebuilt."""
+    """Earlier, such changes were kept as long as the process ran. Without them, the index is rebuilt."""
     monkeypatch.setattr(index, "COMMIT_SECONDS", 3600.0)
     monkeypatch.setattr(index, "MAX_WAITING", 8)
     monkeypatch.setattr(index, "PATIENCE_SECONDS", 0.01)
@@ -415,7 +415,7 @@ def test_changes_that_cannot_be_committed_for_long_take_no_more_memory(tmp_path,
 
 
 def test_a_listing_that_outlives_the_tier_leaves_the_index_of_the_next_one(tmp_path):
-    """It took the closed database for a damaged one, and removed the file that the next process had opened."""
+    """Earlier, the listing took the closed database for damaged, and removed the file that the next process used."""
     tier = DiskTier(tmp_path, ROOMY)
     for number in range(1200):
         write(tier, key_of(number))
@@ -447,7 +447,7 @@ def test_a_listing_that_is_half_read_does_not_let_the_database_grow(tmp_path, mo
 
 
 def test_a_record_that_is_used_during_a_listing_is_not_missed(tmp_path, monkeypatch):
-    """It moves from where the listing has not been to where it has been."""
+    """A record that is used moves from where the listing has not been to where it has been."""
     monkeypatch.setattr(index, "PAGE_ROWS", 3)
     with closing(filled(tmp_path)) as tier:
         assert commit(tier)
@@ -501,7 +501,7 @@ def test_an_index_that_another_process_locks_stays_as_it_is(tmp_path, monkeypatc
 
 
 def test_an_index_that_could_not_be_used_is_not_trusted_at_the_next_start(tmp_path, monkeypatch):
-    """It still said that it was complete, and lacked what the process without it had written."""
+    """Earlier, such an index still claimed to be complete, and lacked what the process without it had written."""
     filled(tmp_path, KEYS[:6]).close()
     monkeypatch.setattr(index, "PATIENCE_SECONDS", 0.01)
     with closing(sqlite3.connect(tmp_path / index.FILE, isolation_level=None)) as other:

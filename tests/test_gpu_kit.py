@@ -216,7 +216,7 @@ def test_what_was_compiled_comes_back_in_small_files_and_is_there_on_the_next_ma
 
 
 def test_caches_that_take_too_long_are_ended_and_leave_no_cut_off_files(go: Any, tmp_path: Path) -> None:
-    """They had no limit, and took the time of the whole command."""
+    """Earlier, packing the caches had no time limit, and took the time of the whole command."""
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow/tar").write_text("#!/bin/sh\necho begun\nsleep 60\n")
     (tmp_path / "slow/tar").chmod(0o755)

@@ -60,7 +60,7 @@ def checkpoint(tmp_path):
 
 @pytest.fixture
 def later(checkpoint, clock):
-    """It is long enough after the checkpoint was written that its digests are remembered."""
+    """Set the clock so long after the checkpoint was written that the checkpoint's digests are remembered."""
     clock(10 * FRESH_SECONDS, checkpoint / "config.json")
 
 
@@ -223,7 +223,7 @@ def forged(remembered, path, **changed):
 @pytest.mark.usefixtures("later")
 @pytest.mark.parametrize("name", ["model-1.safetensors", "modeling.py", "config.json"])
 def test_a_remembered_digest_is_used(checkpoint, remembered, name):
-    """It is what it is, right or wrong, because the file is not read again."""
+    """A remembered digest is used, right or wrong, because the file is not read again."""
     before = identity_of(checkpoint)
     forged(remembered, checkpoint / name)
     assert identity_of(checkpoint) != before
@@ -280,7 +280,7 @@ def test_a_change_that_hides_its_time_is_seen(checkpoint):
 
 @pytest.mark.parametrize(("age", "kept"), [(0.0, False), (-50.0, False), (0.9, False), (1.1, True), (1000.0, True)])
 def test_a_file_that_has_just_been_changed_is_not_remembered(checkpoint, clock, remembered, age, kept):
-    """It may change again within the same step of the file system's clock. `age` is in multiples of the limit."""
+    """A file may change again within the same step of the file system's clock. `age` is in multiples of the limit."""
     path = checkpoint / "model-1.safetensors"
     clock(age * FRESH_SECONDS, path)
     identity_of_files([path])

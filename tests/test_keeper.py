@@ -108,7 +108,7 @@ def test_a_process_that_is_killed_while_it_removes_a_document_leaves_no_pin_of_i
 
 
 def test_a_document_that_is_removed_while_a_prompt_uses_it_stays_removed(tmp_path):
-    """It was listed again when the request had finished, and found in prompts, which had it learned again."""
+    """Earlier, such a document was listed again after the request, found in prompts, and so learned again."""
     with closing(engine_of(tmp_path)) as engine:
         document, used = learn(engine, A), engine.documents(A, [Span(0, len(A))])
         assert engine.note(A, used, used=True) == [document]
@@ -513,7 +513,7 @@ def line_about(document, **changes):
 
 
 def test_pins_time_limits_and_names_of_versions_before_the_database_are_imported(tmp_path, caplog):
-    """They were dropped without a word."""
+    """Earlier, pins, time limits and names of these versions were dropped without a word in the log."""
     with closing(engine_of(tmp_path)) as engine:
         first, second, third = learn(engine, A), learn(engine, B), learn(engine, list(range(700, 720)))
         engine.keeper.expire([third], 9e9)
@@ -825,7 +825,7 @@ def test_a_change_is_noted_while_another_thread_writes(tmp_path, monkeypatch):
 
 
 def test_a_killed_process_leaves_whole_rows(tmp_path):
-    """It is killed in the middle of a commit: the journal has what was there before."""
+    """The process is killed in the middle of a commit: the journal has what was there before."""
     with closing(engine_of(tmp_path)) as engine:
         engine.keeper.pin([learn(engine, A), learn(engine, B)])
     path = tmp_path / "disk" / FILE
@@ -974,7 +974,7 @@ def test_names_are_kept_when_a_pin_ends_and_go_with_the_chunks_of_their_document
 
 
 def test_documents_with_another_chunk_size_are_not_listed(tmp_path):
-    """They were, under ids that nobody has, and to remove them removed nothing."""
+    """Earlier, such documents were listed, under ids that no document has, and removing them removed nothing."""
     with closing(engine_of(tmp_path)) as engine:
         learn(engine, A)
     with closing(engine_of(tmp_path, chunk_size=8)) as engine:

@@ -191,7 +191,7 @@ def test_files_as_they_are_in_the_wild_are_read_or_named(tmp_path: Path) -> None
 
 
 def test_files_of_a_folder_that_may_not_be_entered_are_named() -> None:
-    """Their names can be listed. The first one ended the command with a traceback."""
+    """Names of files in such a folder can be listed. Earlier, the first one ended the command with a traceback."""
     folder, user = Path(tempfile.mkdtemp()), os.geteuid()  # not tmp_path, which only its owner can enter
     try:
         folder.chmod(0o755)
@@ -776,7 +776,7 @@ os._exit(9)
 
 
 def test_two_runs_may_create_a_manifest_at_once(tmp_path: Path) -> None:
-    """One of them was refused, as the database was locked for a moment."""
+    """Earlier, one of the two runs was refused, as the database was locked for a moment."""
 
     def create(number: int) -> bool:
         with Manifest(tmp_path / str(number // 8)) as manifest:
@@ -809,7 +809,7 @@ def test_a_database_of_another_program_stays_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["notes\n", "notes", '{"id": "a", "text": "one"}\n', "[1]\n", '{"url": "a"}'])
 def test_a_file_that_is_not_a_manifest_stays_as_it_is(tmp_path: Path, content: str) -> None:
-    """It was appended to, or emptied with --again."""
+    """Earlier, `lmc learn` appended to a file that is not a manifest, or emptied it with --again."""
     (tmp_path / "a").write_text(content)
     with pytest.raises(InputError, match="is not a manifest of lmc learn; use --manifest for another file"):
         Manifest(tmp_path / "a")
@@ -967,7 +967,7 @@ def test_another_model_at_the_same_address_has_learned_nothing(server: Any, tmp_
 
 
 def test_a_server_that_shuts_down_is_left(tmp_path: Path) -> None:
-    """It waits for its connections, and the command waited for its answers, for ten minutes."""
+    """The server waits for its connections. Earlier, the command waited for the server's responses, for ten minutes."""
     program = """if True:
         import sys, threading
         from pathlib import Path

@@ -67,7 +67,7 @@ def test_a_lock_of_a_higher_rank_may_be_taken(first, second):
 
 @pytest.mark.parametrize(("first", "second"), [pair for pair in PAIRS if pair[0] >= pair[1]])
 def test_a_lock_of_the_same_or_a_lower_rank_may_not_be_taken(first, second):
-    """It is not taken then, and what was held is released as always."""
+    """The refused lock is not taken, and the lock that was held is released as always."""
     outer, inner = RankedLock(first), RankedLock(second)
     with outer:
         with pytest.raises(AssertionError, match=f"rank {second.name} is taken while .*{first.name}"):

@@ -493,7 +493,7 @@ def test_a_negative_code_is_an_error_and_no_hit(shared, monkeypatch, code):
 
 
 def test_a_command_gives_no_memory(monkeypatch):
-    """It would take records of engines, and lose them when it ends."""
+    """Memory that a command gives would take records of engines, and lose them when the command ends."""
     opened = []
     monkeypatch.setattr(opening, "open_remote", lambda _, remote, **given: opened.append(remote))
     monkeypatch.setenv("LMC_REMOTE_URL", "mooncake://master?global_segment_size=64gb")

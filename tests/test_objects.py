@@ -193,7 +193,7 @@ def test_a_shared_directory_of_the_settings_is_created(tmp_path):
 
 
 def test_inspection_does_not_create_a_shared_directory(tmp_path, monkeypatch):
-    """It may be a mount that is missing."""
+    """A shared directory that is not there may be a mount that is missing."""
     monkeypatch.setenv("LMC_REMOTE_URL", f"file://{tmp_path}/away")
     (place,) = tier_locations(None)
     with pytest.raises(TierUnusable, match="away: mount it"), place.opened():

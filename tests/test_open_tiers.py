@@ -17,7 +17,7 @@ from lmc.storage.tiers.record import encode_header
 
 
 def test_a_tier_whose_codec_is_missing_does_not_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It kept the directory locked until it was collected as garbage."""
+    """Earlier, the open disk tier kept its directory locked until the tier was collected as garbage."""
 
     def missing() -> None:
         raise ConfigError("no lz4 here")

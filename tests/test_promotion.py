@@ -61,7 +61,7 @@ def test_chunks_are_loaded_and_nothing_is_held_afterwards(opened: Opened) -> Non
 
 
 def test_chunks_that_are_skipped_once_are_left_where_they_are(opened: Opened) -> None:
-    """They would take the place of others, and may never be requested again."""
+    """Chunks that are skipped once may never be requested again, and in memory they would take the place of others."""
     opened.tier.open_all()
     for key in KEYS:
         opened.promotion.begin([key])

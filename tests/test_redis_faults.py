@@ -345,8 +345,10 @@ def test_a_cluster_whose_replica_takes_over_serves_all_chunks_again(tmp_path):
 
 
 def test_a_cluster_that_refuses_every_question_is_left_alone_and_said_to_be_down_once_in_a_while(tmp_path, caplog):
-    """Its nodes greet, and refuse every question: they were declared well again twice a second, with two lines in the
-    log each time. And a question that was sent was counted as an answer, so that refusals were never three in a row.
+    """Earlier, nodes that greet and refuse every question were declared well again twice a second.
+
+    Each time, two lines were logged. A question that was sent was counted as an answer, so that refusals were never
+    three in a row.
     """
     with RedisCluster(tmp_path, full_coverage=True) as cluster:
         tier, alone = tier_of(cluster.url()), tier_of(cluster.url())
@@ -511,7 +513,7 @@ def test_three_slow_lookups_in_a_row_are_enough(redis, monkeypatch):
 
 
 def test_nobody_asks_a_server_that_does_not_answer(redis):
-    """It accepts connections, as a stopped process does: whoever asked it would wait for a whole deadline."""
+    """A paused server accepts connections, as a stopped process does: each caller would wait for a whole deadline."""
     tier = tier_of(redis.tcp_url())
     store = Store(Slab(4, PARTS, PART_BYTES), [tier])
     redis.pause()

@@ -140,7 +140,7 @@ def test_special_tokens_headers_and_answers_are_not_learned() -> None:
 
 @pytest.mark.parametrize(("end", "stop"), [(LINE, 301), (BLANK, 221)])
 def test_the_question_at_the_end_is_not_learned(end: int, stop: int) -> None:
-    """It begins after the last blank line, or else after the last line."""
+    """The question begins after the last blank line, or else after the last line."""
     tokens = [*words(100, 1), *words(120, 2), end, *words(79, 3), LINE, *words(30, 4)]
     whole = [Span(100, len(tokens))]
     assert to_learn(tokens, whole, [], PLAIN, ENDS) == [Span(100, stop)]

@@ -651,7 +651,7 @@ def test_a_new_conversation_goes_where_the_beginnings_are_oldest():
 
 @pytest.mark.parametrize("by_tokens", [False, True])
 def test_short_prompts_go_to_the_engine_with_the_fewest_requests(by_tokens):
-    """They have no blocks. All of them had one hash, so the order of engines was always the same."""
+    """Short prompts have no blocks. Earlier, all of them had one hash, so the order of engines was always the same."""
     policy, candidates = Documents(), [Candidate(f"http://{number}") for number in range(8)]
 
     def short(number: int) -> PromptRequest:

@@ -315,7 +315,7 @@ class Administration:
     "host", ["127.0.0.1", pytest.param("[::1]", marks=pytest.mark.skipif(not has_ipv6(), reason="no IPv6"))]
 )
 def test_the_events_of_an_engine_arrive_over_ipv4_and_ipv6(host):
-    """Its sockets took IPv4 alone, and an IPv6 engine was followed without ever hearing of it."""
+    """Earlier, the sockets took IPv4 alone, and an IPv6 engine was followed without ever receiving its events."""
     port, lags = free_port(), []
 
     async def follow():

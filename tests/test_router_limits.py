@@ -103,7 +103,7 @@ def test_a_head_without_an_end_is_refused(endless):
 
 @pytest.mark.parametrize("endless", [b"x-long: " + b"x" * 8 * HEAD_BYTES, b"a: b\r\n" * HEAD_BYTES])
 def test_trailers_without_an_end_are_refused(endless):
-    """They had no limit, and 90 MB of them stopped the router for half a minute."""
+    """Earlier, trailers had no limit, and 90 MB of them stopped the router for half a minute."""
     with house(1) as built, connected(built) as one:
         one.sendall(HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n")
         with suppress(OSError):

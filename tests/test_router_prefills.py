@@ -42,7 +42,7 @@ def queue(clock: Clock) -> PrefillQueue:
 
 
 def test_prompts_of_answers_that_are_not_streamed_leave_the_backlog_one_after_the_other(queue, clock):
-    """All of them left it at once, after the time of one."""
+    """Earlier, all of these prompts left the backlog at once, after the time of one."""
     for _ in range(3):
         queue.add(1000.0, streamed=False)
     counts = []

@@ -86,7 +86,7 @@ def test_another_engine_is_asked_if_the_first_is_not_up(status):
 
 
 def test_without_another_engine_the_client_gets_the_answer_of_the_last_one():
-    """It got 502, without the engine's reason and Retry-After, and a retry was counted that was not sent."""
+    """Earlier, the client got 502 without the engine's reason and Retry-After, and an unsent retry was counted."""
 
     class Busy(EchoEngine):
         async def __call__(self, scope, receive, send):

@@ -42,7 +42,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def built(path):
-    """Its process is forked instead of spawned, which spares it seconds of imports at each start."""
+    """A router whose tokenizer process is forked instead of spawned, which saves seconds of imports at each start."""
     forking = context()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing, "get_context", lambda _: forking)

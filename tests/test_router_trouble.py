@@ -36,7 +36,7 @@ URL = "http://a:8000"
 
 
 class Slow(EchoEngine):
-    """Its health checks come late, and its parts all the time."""
+    """An engine whose health checks come late, while the parts of its responses come all the time."""
 
     late = False
 
@@ -97,7 +97,7 @@ def test_a_request_that_waits_longer_than_checks_fail_is_given_up():
 
 
 def test_health_checks_that_pass_open_the_way_for_others_than_the_request_that_tries():
-    """Its answer may take minutes, and the engine is idle meanwhile."""
+    """The response to the trial may take minutes. If others waited for it, the engine would be idle meanwhile."""
     breaker = EngineBreaker()
     for _ in range(BREAKER_FAILURES):
         breaker.failed(1.0)

@@ -283,7 +283,7 @@ def test_no_lifeline_has_the_name_of_one_that_is_locked(tmp_path):
 
 
 def test_a_client_that_does_not_see_its_lifeline_is_not_attached(server, tmp_path, monkeypatch):
-    """Its container has another directory at the same path. In a file there, the server would see no lock."""
+    """The client's container has another directory at the same path. In a file there, the server would see no lock."""
     monkeypatch.setattr(server.lifelines, "new", lambda: tmp_path / "unseen")
     with pytest.raises(StorageError, match="No such file or directory"):
         attached(server)

@@ -327,7 +327,7 @@ def below(folder):
 @pytest.mark.parametrize("before", ["nothing", "a server", "a server and its memory"])
 @pytest.mark.parametrize("why", ["address", "memory", "disk"])
 def test_a_start_that_is_refused_leaves_nothing_of_its_own_and_all_that_was_there(tmp_path, monkeypatch, before, why):
-    """It left a lock beside the socket, and a directory for clients."""
+    """Earlier, a refused start left a lock beside the socket, and a directory for clients."""
     monkeypatch.setattr(arenas, "MEMORY_SECONDS", 0.0)
     monkeypatch.setenv("LMC_MAX_LOCAL_CPU_SIZE", "0.001" if why != "memory" else "1e9")
     path, memory = tmp_path / "lmc.sock", tmp_path / "new" / "memory"

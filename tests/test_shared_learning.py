@@ -245,7 +245,7 @@ def learn_many(model, count, first=0):
 
 
 def test_an_engine_knows_all_that_others_have_learned_after_one_heartbeat(tmp_path, monkeypatch):
-    """It got 64 documents a second, and missed those that were more than 1,024 before the last one."""
+    """Earlier, an engine got 64 documents a second, and missed those that were more than 1,024 before the last one."""
     monkeypatch.setattr(remote_store, "BEAT_SECONDS", 3600.0)
     with serving(tmp_path, 0, max_local_cpu_size=0.1) as server, engine(server) as other, engine(server) as one:
         documents = learn_many(one, 5 * MAX_SENT_DOCUMENTS)
@@ -389,7 +389,7 @@ def test_a_document_that_is_learned_again_before_an_engine_attaches_again_is_kno
 
 
 def test_a_document_that_is_being_removed_is_not_known_to_an_engine_that_reads_what_is_stored(tmp_path, monkeypatch):
-    """Its record is still there, and the engine does not hear of the removal, which was before."""
+    """The document's record is still there, and the engine does not hear of the removal, which was before its start."""
     monkeypatch.setattr(remote_store, "BEAT_SECONDS", 3600.0)
     with serving(tmp_path, 0, max_local_cpu_size=0.1) as server, engine(server) as one:
         learn_many(one, 2)
@@ -424,7 +424,7 @@ def test_a_document_that_the_server_does_not_know_and_an_engine_pins_is_known_to
 
 
 def test_a_document_may_have_the_name_of_a_file_in_another_encoding(tmp_path):
-    """Its first chunk stayed reserved, and because of it the engine never attached again."""
+    """Earlier, the first chunk of such a document stayed reserved, so that the engine never attached again."""
     with serving(tmp_path, 0, max_local_cpu_size=0.02) as server, engine(server) as one:
         begun = one.engine.begin_document(one.engine.namespace(RecordKind.DOCUMENT), [7] * 40, "r\udce9sum\udce9")
         one.engine.store.commit(begun)

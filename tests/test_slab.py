@@ -386,7 +386,7 @@ def test_stretches_that_are_locked_are_released_and_others_are_not(monkeypatch, 
 
 
 def test_memory_that_cannot_be_page_locked_is_used_as_it_is_and_that_is_said_once(monkeypatch, caplog):
-    """It ended the engine: containers often allow only a few MiB of locked memory."""
+    """Earlier, a refused page lock ended the engine: containers often allow only a few MiB of locked memory."""
     Registered(monkeypatch, refused=1)
     with caplog.at_level(logging.WARNING):
         slab = Slab(2, 3, 4096)

@@ -408,7 +408,7 @@ def forget_while_away(store, away):
 
 
 def test_a_record_is_deleted_when_its_tier_is_usable_again(make, monkeypatch):
-    """It stayed without a word in the log, and the removed document was found again after the outage."""
+    """Earlier, the record stayed without a word in the log, and its document was found again after the outage."""
     monkeypatch.setattr(writer, "RETRY_SECONDS", 0.01)
     away = Away(named("remote"))
     store = make(away)
@@ -730,7 +730,7 @@ def test_a_cancelled_load_reads_no_further_part(make, tier):
 
 
 def test_a_load_that_no_thread_has_begun_is_cancelled_without_waiting_for_others(make, tier):
-    """It waited behind whatever the loading threads were doing, perhaps for another request's slow disk."""
+    """Earlier, cancelling waited for whatever the loading threads did, perhaps for another request's slow disk."""
     gated = Gated(fill(tier, K0, K1))
     store = make(gated, load_threads=1)
     slow = Elsewhere(get, store, K0)
@@ -803,7 +803,7 @@ def test_a_failed_load_is_lost_to_everyone_who_waits_for_it_and_to_nobody_else(m
 
 
 def test_a_record_of_another_shape_is_a_miss_and_is_removed(make, tier):
-    """It stayed: the tier went on to say that it had the key, and could never be given the right record."""
+    """Earlier, the wrong record stayed: the tier still reported its key, and could never be given the right record."""
     tier.records[K0] = bytearray(raw_record(meta_of(K0, parts=PARTS + 1)))
     tier.records[K1] = bytearray(raw_record(meta_of(K1, part_bytes=2 * PART_BYTES)))
     store = make(tier)
@@ -951,7 +951,7 @@ def test_a_chunk_passes_through_all_levels_and_none_is_lost(make, tier):
 
 
 def test_close_writes_what_is_on_the_device_even_if_the_host_is_smaller(make, tier):
-    """It went through the host, whose slots were taken from under what had not been written yet."""
+    """Earlier, these chunks went through memory, whose slots were taken from under chunks not yet written."""
     gated = Gated(tier)
     gated.write_gate.clear()
     store = make(gated, slots=2, device=6)
@@ -1341,7 +1341,7 @@ def write_record(tier, key):
 
 
 def test_a_tier_that_hangs_holds_up_nobody_who_looks_after_pinned_chunks(make):
-    """Its slot is given to nobody while the tier still reads it."""
+    """The slot of a pinned chunk is not reused while the tier that hangs still reads it."""
     gate = threading.Event()
 
     def hanging(verb, _):
@@ -1366,7 +1366,7 @@ def test_a_tier_that_hangs_holds_up_nobody_who_looks_after_pinned_chunks(make):
 
 
 def test_a_chunk_that_is_forgotten_while_it_is_spread_is_not_written_again(make, monkeypatch):
-    """It was forgotten, and deleted on the tier, between the look at it and the order to write it there."""
+    """The chunk is forgotten, and deleted from the tier, between `spread`'s look at the tier and its order to write."""
     tier = DictTier()
     store = make(tier, slots=4)
     put(store, K0)
@@ -1405,7 +1405,7 @@ def test_a_load_whose_readers_are_counted_wrongly_is_reported(make, monkeypatch)
 
 
 def test_a_load_that_has_ended_is_right_when_some_of_its_readers_have_left(make):
-    """Its readers were counted as before, which was reported as a fault."""
+    """Earlier, a load that had ended still counted readers that had left, which was reported as a fault."""
     store = make(fill(DictTier(), K0))
     one, other = store.pin([K0]), store.pin([K0], ["dict"])
     assert store.part(one[0], PARTS - 1) is not None

@@ -88,7 +88,7 @@ def arrows() -> dict[str, set[str]]:
 
 
 def test_no_error_says_to_install_the_lmc_of_pypi() -> None:
-    """It is another project; ours is installed from a clone."""
+    """The lmc of PyPI is another project; ours is installed from a clone."""
     hints = [
         f"{path.name}: {line}" for path in SOURCES for line in path.read_text().splitlines() if "pip install" in line
     ]

@@ -837,7 +837,7 @@ def kv_of(cached: CachedModel, document: list[int]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("how", ["blend", "reuse"])
 @pytest.mark.parametrize("prefix", [[SINK, *PRIMER], [SINK], []])
 def test_a_system_text_that_is_a_document_is_never_stored_as_exact(how: How, prefix: list[int]) -> None:
-    """It is reused like a document, and so its KV may be approximate."""
+    """A system text that is a document is reused like a document, and so its KV may be approximate."""
     document = DOCUMENTS[3]
     ids = [SINK, *document, *SEPARATOR, *random_tokens(7, 80)]
     with CachedModel(random_model(), settings(), SEPARATOR, learn_prefix=prefix) as cached:
@@ -878,7 +878,7 @@ def test_small_parts_of_an_evicted_document_do_not_have_all_of_it_learned() -> N
 
 @pytest.mark.parametrize("part", [slice(0, 200), slice(30, 150)], ids=["whole", "part"])
 def test_a_known_document_that_was_evicted_is_learned_again_from_a_prompt_without_separators(part: slice) -> None:
-    """It was found in every prompt, never stored again, and so computed for ever."""
+    """Earlier, an evicted document was found in every prompt, never stored again, and so computed for ever."""
     text = random.Random(0).choices(range(10, 90), k=200)
     prompts = [[1, 2, 3, *text[part], 4, 5 + number] for number in range(3)]
     with CachedModel(random_model(), settings(blend_min_tokens=0), SEPARATOR) as cached:
@@ -911,7 +911,7 @@ def test_a_choice_knows_the_depth_of_each_token(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("prefix", [[], [SINK], [SINK, *PRIMER]])
 @pytest.mark.parametrize("edited", [range(8), range(100, 104)], ids=["at the beginning", "in the middle"])
 def test_an_edited_document_at_the_start_of_a_prompt_is_approximate(prefix: list[int], edited: range) -> None:
-    """Its tokens after the edit stand where they were learned, but after other tokens. They were taken for exact."""
+    """Tokens after the edit stand where they were learned, but after others. Earlier, they were taken for exact."""
     text = random.Random(0).choices(range(10, 60), k=200)
     changed = [61 + at % 8 if at in edited else token for at, token in enumerate(text)]
     question = [4, 5, 6]

@@ -268,7 +268,7 @@ def test_a_retry_while_the_blend_is_under_way_waits_for_it(lab: Lab) -> None:
 
 
 def test_a_sample_continues_in_the_step_in_which_the_first_one_begins(lab: Lab) -> None:
-    """It was asked two steps later, and began to decode after the others."""
+    """Earlier, the second sample was asked for two steps later, and began to decode after the others."""
     tokens = chat(DOC_A, DOC_B)
     one, two = blending_and_waiting(lab, tokens)
     lab.workers.held_back = False
@@ -284,7 +284,7 @@ def test_a_sample_continues_in_the_step_in_which_the_first_one_begins(lab: Lab) 
 
 
 def test_a_sample_takes_nothing_of_a_blend_that_was_forgotten_while_it_waited(lab: Lab) -> None:
-    """Its hashes are those of the blend, so the engine has found blocks that are not exact."""
+    """The waiting sample's hashes are those of the blend, so the engine has found blocks that are not exact."""
     tokens = chat(DOC_A, DOC_B)
     one, two = blending_and_waiting(lab, tokens)
     exact = list(state_of(lab, "two").exact_hashes)
@@ -303,7 +303,7 @@ def test_a_sample_takes_nothing_of_a_blend_that_was_forgotten_while_it_waited(la
 
 
 def test_a_sample_that_waits_takes_no_approximate_blocks_when_lmc_is_off(lab: Lab) -> None:
-    """It took those of the blend, and its response did not say so."""
+    """Earlier, the waiting sample took the blocks of the blend, and its response did not say so."""
     one, two = blending_and_waiting(lab, chat(DOC_A, DOC_B))
     lab.scheduler.switch_off()
     lab.workers.held_back = False
@@ -744,7 +744,7 @@ def test_the_request_that_ended_last_is_computed_exactly_first(lab: Lab) -> None
 
 
 def test_a_backfill_goes_on_after_an_answer_that_takes_longer_than_a_few_seconds(lab: Lab) -> None:
-    """It was given up after five seconds of other work, and the next turn revised the blend."""
+    """Earlier, a backfill was given up after five seconds of other work, and the next turn revised the blend."""
     first_turn(lab, chat(DOC_A, DOC_B))
     lab.workers.slow = True
     lab.step()
@@ -896,7 +896,7 @@ def test_new_documents_are_blended_after_a_turn_that_was_computed(weighing: Lab)
 
 
 def test_turns_that_wait_together_revise_a_blend_only_as_long_as_it_pays(weighing: Lab) -> None:
-    """All of them had planned a revision when they arrived."""
+    """All six turns plan a revision when they arrive, and not all of them make it."""
     first = chat(DOC_A, DOC_B, DOC_C)
     weighing.serve("first", first, output=[*ANSWER, 9])
     weighing.drop_backfills()
@@ -1149,7 +1149,7 @@ def test_requests_that_run_stop_a_backfill_that_holds_their_blocks(lab: Lab) -> 
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_later_turn_that_waited_for_a_slow_tier_goes_on_from_the_blend(make, slow: bool) -> None:
-    """It was blended anew, although the engine had the blocks of the blend."""
+    """Earlier, a turn that had waited was blended anew, although the engine had the blocks of the blend."""
     settings = {"load_policy": "always"}
     lab = make(tier := SlowToAnswer(), answers=(HEADER,), messages=(USER,), blocks=256, slots=32, settings=settings)
     learn(lab, DOC_A, DOC_B)
@@ -1212,7 +1212,7 @@ def test_a_request_that_has_no_blocks_stops_a_backfill(lab: Lab) -> None:
 
 
 def test_a_request_that_reads_no_prefix_cache_stops_a_backfill_that_holds_its_blocks(lab: Lab) -> None:
-    """It has no claim, and waited until the backfill had ended."""
+    """A request that reads no prefix cache has no claim. Earlier, it waited until the backfill had ended."""
     first_turn(lab, chat(DOC_A, DOC_B))
     lab.workers.slow = True
     lab.step()
@@ -1387,7 +1387,7 @@ def exact_tokens(lab: Lab, tokens: list[int]) -> int:
 
 
 def test_the_question_before_is_approximate_in_a_revision_for_another_document(lab: Lab) -> None:
-    """Its blocks were copied, not recomputed, and got exact hashes: in the engine's cache and in the store."""
+    """Earlier, blocks of that question were copied and got exact hashes, in the engine's cache and in the store."""
     tokens = chat(DOC_A)
     first_turn(lab, tokens)
     lab.drop_backfills()
@@ -1423,7 +1423,7 @@ def test_a_revision_after_a_turn_that_shared_blocks_knows_all_documents(lab: Lab
 
 
 def test_pages_that_are_loaded_exactly_are_not_overwritten_by_copies(lab: Lab) -> None:
-    """They are in the store and not in the engine's cache: another engine has computed them."""
+    """The exact pages are in the store and not in the engine's cache: another engine has computed them."""
     tokens = chat(DOC_A, DOC_B)
     first_turn(lab, tokens)
     lab.drop_backfills()
@@ -1466,7 +1466,7 @@ def test_a_retry_continues_from_the_latest_blend_of_its_prompt(lab: Lab) -> None
 
 
 def test_a_retry_continues_from_the_blend_of_which_most_is_left(lab: Lab) -> None:
-    """It continued from the first blocks of the longest blend, although a shorter one was there as a whole."""
+    """Earlier, a retry continued from the first blocks of the longest blend, although a shorter blend was whole."""
     tokens = chat(DOC_A, DOC_B)
     first_turn(lab, tokens)
     lab.drop_backfills()
@@ -1481,7 +1481,7 @@ def test_a_retry_continues_from_the_blend_of_which_most_is_left(lab: Lab) -> Non
 
 
 def test_a_retry_of_a_request_that_was_aborted_during_its_blend_is_blended(make) -> None:
-    """It counted as a repetition of a blend whose blocks the engine should have, and was computed."""
+    """Earlier, the retry counted as a repetition of a blend whose blocks the engine should have: it was not blended."""
     lab = make(answers=(HEADER,), messages=(USER,), blocks=256, slots=64)
     learn(lab, DOC_A, DOC_B)
     request = lab.arrive("one", chat(DOC_A, DOC_B))

@@ -178,7 +178,7 @@ def test_numbers_of_8_bits_are_those_of_the_model_divided_by_scales(dtype):
 
 
 def test_a_row_of_latent_attention_has_one_scale():
-    """Its writer is told the type and the scale of the cache."""
+    """The engine's function that writes such rows is told the type and the scale of the cache."""
     written = []
     attention = SimpleNamespace(
         kv_lora_rank=12, qk_rope_head_dim=4, kv_cache_dtype="fp8", _k_scale=torch.tensor(0.5), _k_scale_float=0.5,
@@ -208,7 +208,7 @@ def test_layers_that_share_a_cache_are_copied_once():
 
 
 def test_layers_of_several_block_tables_are_apart():
-    """They are in the same memory. The engine describes only one of those that share a cache."""
+    """Layers of several block tables share memory. The engine describes only one of the layers that share a cache."""
     one, two = caches_of("LBHNC").values()
     given = {"layer 2": two, "layer 3": one, "layer 10": one, "alias": two, "sharing": one}
     pages = Pages(given, B, {"layer 10": 0, "layer 2": 0, "layer 3": 1, "sharing": 0})

@@ -59,7 +59,7 @@ class Steps:
             steps += 1
 
     def abort(self, name: str) -> None:
-        """Its user has gone."""
+        """Abort a request whose user has gone."""
         self.lab.llm.llm_engine.abort_request([name])
 
     def preempt(self, name: str) -> None:

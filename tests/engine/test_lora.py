@@ -110,7 +110,7 @@ def test_without_an_adapter_a_blend_at_ratio_1_is_full_prefill(lab, adapters):
 
 
 def test_learning_changes_nothing_for_a_request_with_an_adapter(lab, adapters):
-    """It runs between the steps of the request, in whose batch lmc's rows have no adapter."""
+    """Learning runs between the steps of the request, in whose batch lmc's rows have no adapter."""
     lab.forget()
     wanted = ask(lab, PROMPT, adapters[1])
     lab.forget()

@@ -30,7 +30,7 @@ def test_the_memory_of_the_engines_own_steps_stays_free(monkeypatch, free, fits)
 
 
 def test_one_rank_does_not_try_to_allocate(monkeypatch):
-    """It fails alone if memory is scarce, and a block of this size would drive others out of the allocator's cache."""
+    """One rank fails alone if memory is scarce, and such a block would drive others out of the allocator's cache."""
     monkeypatch.setattr(tensor_parallel, "get_tp_group", of_ranks(1))
     monkeypatch.setattr(torch, "empty", None)
     memory.make_room(1 << 50, CPU, "a blend")

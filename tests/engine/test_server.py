@@ -576,7 +576,7 @@ def test_the_log_is_quiet(server, soak):
 
 
 def test_after_a_restart_documents_come_from_disk(server):
-    """It stops the server, and starts it with vLLM's routes for developers, so it comes behind all others but one."""
+    """This test restarts the server with vLLM's routes for developers, so it comes after all other tests but one."""
     learned(server)
     server.stop()
     server.variables["VLLM_SERVER_DEV_MODE"] = "1"

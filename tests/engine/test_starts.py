@@ -360,7 +360,7 @@ def test_exact_prefixes_are_loaded_once_beside_a_connector_that_offloads_them_to
 @pytest.mark.long
 @pytest.mark.parametrize("order", [(LMC, SIMPLE), (SIMPLE, LMC)], ids=["first", "last"])
 def test_blends_stay_apart_in_a_connector_that_goes_by_block_hashes(models, monkeypatch, caplog, order):
-    """It keeps the blocks of a blend under their salted hashes, which exact requests do not have."""
+    """The other connector keeps the blocks of a blend under their salted hashes, which exact requests do not have."""
     copy_at_once(monkeypatch)
     with caplog.at_level(logging.WARNING, "lmc"), beside(models("llama"), *order) as lab:
         assert "blending is off" not in caplog.text
