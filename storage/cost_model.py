@@ -278,6 +278,10 @@ class CostModel:
                 self._computing[int(length).bit_length()].add(seconds, tokens)
                 self._lengths[int(length).bit_length()].add(length, 1)
 
+    def prefilled(self, tokens: int, seconds: float, before: int) -> None:
+        """Add a prefill of `tokens` tokens after `before` tokens that the engine had: `computed` or `continued`."""
+        (self.computed if before <= tokens else self.continued)(tokens, seconds, 2 * before + tokens)
+
     def continued(self, tokens: int, seconds: float, length: int) -> None:
         """Add a prefill of less than half of a prompt, after a cached prefix. See `computed` for the arguments.
 

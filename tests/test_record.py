@@ -167,7 +167,7 @@ def test_a_hostile_value_in_the_metadata_is_a_corrupt_record(name, value):
     ids=lambda changes: str(changes)[:40],
 )
 def test_a_well_made_header_of_impossible_sizes_is_a_corrupt_record(changes):
-    """The checksum of the header is right: whoever wrote the header knows the format."""
+    """The checksum of the header is right, because its writer knows the format."""
     written = replace(META, parts=1, checksums=(0,))
     text = encode_header(written)
     said = json.loads(text[8:])

@@ -960,7 +960,7 @@ def test_a_load_of_which_nothing_arrives_ends_when_computing_would_have_ended(ma
 
 
 def test_a_document_that_is_removed_while_idle_steps_learn_it_is_not_queued_again(make):
-    """The job was given up for a request, and the document came back as if nobody had removed it."""
+    """The job was given up for a request, and the removed document was learned again."""
     lab = make()
     lab.serve("one", prompt(DOC_B))
     lab.workers.slow = True

@@ -389,8 +389,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         `tokens` is the number of computed tokens, and `behind` is the number of tokens before them.
         """
         seconds = self._elapsed(started)
-        cost = self.engine.store.cost
-        (cost.computed if behind <= tokens else cost.continued)(tokens, seconds, 2 * behind + tokens)
+        self.engine.store.cost.prefilled(tokens, seconds, behind)
 
     def _elapsed(self, started: float) -> float:
         settle(self.layers.device)

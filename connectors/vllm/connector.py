@@ -399,7 +399,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         tokenizer = vllm_api.cached_tokenizer_from_config(self._config.model_config)
         if tokenizer is None:
             log.warning(
-                "prompts are not split at the separator, because there is no tokenizer (skip_tokenizer_init); "
+                "prompts are not split at the separator, because the engine lacks a tokenizer (skip_tokenizer_init); "
                 "requests must list their documents (kv_transfer_params, lmc.documents)"
             )
         return tokenizer

@@ -420,8 +420,8 @@ class CacheEngine:
     ) -> list[Reservation | None] | None:
         """Reserve a slot for each of a document's chunks. Returns None for a chunk that is already stored.
 
-        Returns None instead of the list if all chunks are stored, if there is no room for all of them, or if the
-        tenant of the namespace is not known any more.
+        Returns None instead of the list if all chunks are stored, if they do not all have room, or if the tenant
+        of the namespace has been forgotten.
         """
         name = name.encode(errors="backslashreplace").decode()  # A file's name may have bytes that are not UTF-8.
         keys = self.document_keys(tokens, namespace)

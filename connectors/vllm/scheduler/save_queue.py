@@ -137,10 +137,11 @@ class SaveQueue:
                 self._engine.known.prepare()  # Otherwise the next request would wait for it.
             given_up = self._idle is not None and self._idle.given_up
             self._idle = None
-            known = self._engine.known.get(self._engine.document_keys(document.tokens, document.namespace)[-1].hex())
-            was_removed = known is not None and bool(known.removed)  # while it was being learned
-            if given_up and failed and resets == self.resets and not was_removed:
-                waiting.put_back(document)
+            if given_up and failed and resets == self.resets:
+                key = self._engine.document_keys(document.tokens, document.namespace)[-1]
+                known = self._engine.known.get(key.hex())
+                if known is None or not known.removed:  # It may have been removed while it was being learned.
+                    waiting.put_back(document)
 
         waiting.under_way.add(document)
         job = self._pending.begin([slot for slot in slots if slot], done)

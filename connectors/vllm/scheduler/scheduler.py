@@ -651,9 +651,7 @@ class Scheduler:
         if timing.offer is not None:
             cost.blended(timing.offer, seconds)
         else:
-            prompt = state.request.num_prompt_tokens
-            note = cost.computed if 2 * timing.prefilled >= prompt else cost.continued
-            note(timing.prefilled, seconds, 2 * prompt - timing.prefilled)
+            cost.prefilled(timing.prefilled, seconds, state.request.num_prompt_tokens - timing.prefilled)
 
     def _has_learned(self, state: RequestState) -> bool:
         """Return whether all documents of a request to learn are stored that can be stored; queue missing documents.
